@@ -70,7 +70,7 @@ def test_the_cost_is_of_one_call_of_a_batch(monkeypatch: pytest.MonkeyPatch) -> 
 def measured(
     monkeypatch: pytest.MonkeyPatch, times: Sequence[float]
 ) -> tuple[ColumnTimer, dict[str, Any]]:
-    """A random problem, timed as torch, the choice, torch again, and the others of the record."""
+    """Time a random problem: torch, the choice, torch again, the record's other candidates."""
     small_problems(monkeypatch)
     timer = ColumnTimer(*times)
     monkeypatch.setattr(runner, "timer_for", lambda device: timer)
@@ -83,7 +83,7 @@ def test_the_choice_is_held_against_the_fastest_of_those_on_record(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     register(FakeKernel("fake.a", tiles=range(1, 10)))
-    # How many of them a tuning times to the end, its clock decides.
+    # The clock of a tuning decides how many of them it times to the end.
     timed = [CandidateResult("fake.a", "1", {"tile": tile}, "ok", (1.0,)) for tile in range(1, 9)]
     monkeypatch.setattr(providers, "fastest_first", lambda record, *_: timed)
     monkeypatch.setattr(providers, "MOST_KNOWN", 3)
@@ -162,7 +162,7 @@ E4M3 = torch.float8_e4m3fn
 
 
 class OnGpu:
-    """The form of a tensor on a GPU."""
+    """Has the shape, strides and dtype of a tensor on a GPU, but no memory."""
 
     is_cuda, device = True, "cuda"
 
@@ -214,7 +214,7 @@ def test_each_capture_counts_alike() -> None:
 
 
 class Clocked(GraphTimer):
-    """A timer whose rounds take a second each."""
+    """A timer that takes one second for each round."""
 
     def __init__(self, us: float) -> None:
         self.us, self.rounds, self.now = us, list[Any](), 0.0
@@ -321,7 +321,7 @@ def test_scales_that_are_missing_are_ones_for_each_row_and_column() -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_odd_groups_are_padded_and_cut(monkeypatch: pytest.MonkeyPatch, layout: str) -> None:
-    """To multiples of 16 bytes along the dimension that lies together in memory."""
+    """The contiguous dimension is padded to a multiple of 16 bytes."""
     call = Case(m=15, n=13, k=11, dtype=torch.float32, groups=3, layout=layout).call(CPU)
     given: list[torch.Tensor] = []
 
@@ -414,7 +414,7 @@ def searched(
 
     class Verifier:
         def __init__(self, *_: Any, memory_limit: int) -> None:
-            assert memory_limit == 1 << 20  # of a tuning
+            assert memory_limit == 1 << 20  # the limit of a tuning
 
         def verdict(self, launcher: str) -> Any:
             return types.SimpleNamespace(ok=launcher not in wrong)
@@ -576,7 +576,7 @@ def test_inductor_compiles_the_eager_code(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(torch, "compile", compiled)
     resets: list[bool] = []
     stub = types.SimpleNamespace(reset=lambda: resets.append(True))
-    monkeypatch.setitem(vars(torch), "_dynamo", stub)  # whose import takes a second
+    monkeypatch.setitem(vars(torch), "_dynamo", stub)  # importing the real module takes a second
     call = Case(m=4, n=4, k=4, dtype=torch.float32, epilogue="relu").call(CPU)
     torch.testing.assert_close(
         providers.inductor([call])(0),
@@ -809,7 +809,7 @@ def test_which_problems_are_searched_and_which_have_rivals(
     searched: int,
     rivals: int,
 ) -> None:
-    """Those tuned without records; and those tuned at another M than their own."""
+    """Problems tuned without records are searched; those tuned at another M have rivals."""
     if invariant:
         register(FakeKernel("firm", traits=Traits(batch_invariant=True), estimate=9.0))
     found: list[Any] = []

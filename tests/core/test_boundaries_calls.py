@@ -39,7 +39,7 @@ def test_each_public_name_is_there_and_no_other() -> None:
         module = tmm_core._MODULES.get(name)
         if module is None:
             assert getattr(tmm_core, name) is not None
-        else:  # some take seconds to import
+        else:  # some modules take seconds to import, so their source is searched
             source = folder.joinpath(*module.split(".")[1:]).with_suffix(".py").read_text()
             assert re.search(rf"^(def |class )?{name}\b", source, re.MULTILINE), name
     assert tmm_core._MODULES.keys() <= {*tmm_core.__all__}
@@ -48,7 +48,7 @@ def test_each_public_name_is_there_and_no_other() -> None:
 
 
 def test_an_unknown_name_survives_a_pickle() -> None:
-    known: Any = {"blas": lambda: 1, "fast": lambda: 2}  # which are in no pickle
+    known: Any = {"blas": lambda: 1, "fast": lambda: 2}  # lambdas cannot be pickled
     error = UnknownNameError("kernel", "blass", known)
     again = pickle.loads(pickle.dumps(error))
     assert str(again) == str(error)
@@ -104,7 +104,7 @@ def test_plain_products_of_shards_are_computed_where_they_lie(
     sharding = SimpleNamespace(in_place=lambda call, transposed: (call.epilogue, transposed))
     monkeypatch.setattr(compat, "dtensor", lambda: Sharded)
     monkeypatch.setattr(api, "prepare_for", lambda kind: calls.append(kind))
-    monkeypatch.setattr(interop, "sharding", sharding, raising=False)  # whose import takes 2 s
+    monkeypatch.setattr(interop, "sharding", sharding, raising=False)  # its import takes 2 s
     a = torch.empty(2, 2).as_subclass(Sharded)
     given = Arguments(a, torch.empty(2, 2), None, None, 1.0, "", None, None, None)
     found: Any = api._sharded(given._replace(**changes), epilogue, True)
@@ -227,7 +227,7 @@ def test_outputs_come_with_an_alpha_that_has_a_gradient() -> None:
 
 
 class Duck:
-    """It overrides torch's functions and is no tensor."""
+    """Overrides torch's functions, but is not a tensor."""
 
     @classmethod
     def __torch_function__(cls, function: Any, *_: Any, **__: Any) -> str:

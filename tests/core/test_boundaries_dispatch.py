@@ -86,7 +86,7 @@ def test_every_matrix_of_a_rung_fits_the_limit() -> None:
 
 
 def test_a_rung_is_of_dense_matrices() -> None:
-    """One row of any length starts on 16 bytes; rows of 20 bytes do not all."""
+    """A single row of any length is aligned to 16 bytes; several rows of 20 bytes are not."""
     of = weight_problem(9, k=5, n=5, residual=Operand(FP32, "strided", False))
     one, more = _at(of, 1), ladder(of)
     assert one.a.aligned
@@ -94,7 +94,7 @@ def test_a_rung_is_of_dense_matrices() -> None:
     assert one.residual == Operand(FP32)
     assert not any(rung.a.aligned or rung.out.aligned for rung in more)
     assert {rung.residual for rung in more} == {Operand(FP32, aligned=False)}
-    # In a gradient, rows of a are M long.
+    # In a gradient a is column-major, so its contiguous dimension is M.
     gradient = ladder(weight_problem(9, k=5, a=COLUMN))
     assert [rung.a.aligned for rung in gradient] == [m % 4 == 0 for m in LADDER]
     assert {rung.a.layout for rung in gradient} == {"col"}
@@ -118,7 +118,7 @@ def test_an_m_that_was_measured_is_not_taken_for_one_between() -> None:
 
 @pytest.mark.slow
 def test_tuning_an_m_measures_its_bucket_once(tmp_path: Path) -> None:
-    """A call inside a bucket is answered by the bucket's record: its own M gets no record."""
+    """The bucket's record answers a call at any M of the bucket; that M gets no record."""
     d, _ = dispatcher(FakeBlas(), Summing("k", {1: "one"}), root=tmp_path)
     timer = timed_by_m(d, {("blas", 1): 9.0, ("k", 1): 5.0})
     assert chosen(d, 100)[0] == "k"
@@ -142,7 +142,7 @@ def test_each_weight_has_an_arithmetic_of_its_own(
 def test_an_arithmetic_that_was_used_stays_when_another_is_measured_to_be_faster(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A graph that was captured holds its bits. Another process has the faster one."""
+    """A captured graph keeps its reduction order. Another process gets the faster one."""
     monkeypatch.setattr(invariant, "LADDER", (16,))
     times = {("blas", 1): 10.0, ("k", 1): 6.0, ("k", 2): 5.0}
     kernels = FakeBlas(), Summing("k", {1: "one", 2: "two"}, estimate=1.0)
@@ -170,7 +170,7 @@ def test_an_arithmetic_is_expected_to_take_as_long_as_its_best_config(tmp_path: 
 
 
 def test_early_rounds_are_scaled_to_the_last() -> None:
-    """600 µs in the first rounds are 660 in the last, when the clock has settled."""
+    """Before the clock settles, calls are faster: 600 µs in early rounds are 660 µs in the last."""
     fastest = revised(result("k", 1.0), samples_us=(5.0, 5.0, 6.0, 6.0, 6.0))
     early = revised(result("k", 1.0), samples_us=(10.0, 12.0))
     assert _us_of_last_round(early, fastest) == pytest.approx(11.0 * 6 / 5)
@@ -235,7 +235,7 @@ def test_what_force_measures_replaces_what_was_pinned(tmp_path: Path) -> None:
 
 
 def test_what_a_capture_was_given_is_measured_after_it(tmp_path: Path) -> None:
-    """The arithmetic stays, since the graph holds its bits; the config of it need not."""
+    """The reduction order stays, since the graph keeps its bits; the config may change."""
     kernel = Summing("k", {1: "one", 2: "one"}, estimate=1.0)
     d, _ = dispatcher(FakeBlas(), kernel, root=tmp_path)
     timed_by_m(d, {("blas", 1): 10.0, ("k", 1): 6.0, ("k", 2): 5.0})
@@ -286,7 +286,7 @@ def test_the_order_of_a_documents_fields_says_nothing(tmp_path: Path) -> None:
     document = dict(reversed(tuned.to_json().items()))
     record = revised(recorded(tuned, result("fast", 9.0)), problem=document)
     store.save(DEVICE.gpu, DEVICE.environment, record)
-    for us in (9.0, 5.0):  # the second takes the place of the first
+    for us in (9.0, 5.0):  # the second replaces the first
         neighbours.add(DEVICE, revised(record, candidates=(result("fast", us),)))
     assert [each.record.problem["m"] for each in neighbours.nearest(problem())] == [32]
 
@@ -297,7 +297,7 @@ def test_the_order_of_a_documents_fields_says_nothing(tmp_path: Path) -> None:
 def test_a_near_winner_may_be_expected_to_take_a_fifth_longer(
     estimate: float | None, origin: str, tmp_path: Path
 ) -> None:
-    """Any timed version of it counts, if its config is one of this problem's."""
+    """A neighbour's winner counts in any version, if the problem has its config."""
 
     class Estimating(FakeKernel):
         def estimate_us(self, problem: Problem, config: FakeConfig) -> float | None:
@@ -316,7 +316,7 @@ def test_a_near_winner_may_be_expected_to_take_a_fifth_longer(
 
 
 def test_a_problem_of_no_size_has_neighbours(tmp_path: Path) -> None:
-    """As one of size 1: nothing has no logarithm."""
+    """An empty problem counts as size 1, since the logarithm of zero is not defined."""
     store = CacheStore(tmp_path, [])
     assert near(store, problem(m=0), problem(m=2)) == [2]
 
@@ -332,7 +332,7 @@ def test_a_guess_has_to_be_a_tenth_faster_than_blas(
 
 
 def test_where_blas_cannot_serve_the_least_estimate_answers(tmp_path: Path) -> None:
-    """And where it can but has no estimate, nothing is chosen over it."""
+    """Where BLAS can serve the problem but has no estimate, BLAS answers."""
     guess = settings(on_cache_miss="heuristic")
     kernels = FakeKernel("slow", estimate=9.0), FakeKernel("fast", estimate=5.0)
     for against, origin, name in ((["not here"], "heuristic", "fast"), ([], "fallback", "blas")):
@@ -352,7 +352,7 @@ def test_what_rotates_is_what_a_model_reads_anew() -> None:
     assert cold_operands.rotating(replace(layer, batch=2)) == both
     assert (
         cold_operands.rotating(replace(layer, a=COLUMN)) == both
-    )  # a gradient's a is no activation
+    )  # the a of a gradient is no activation
     # Half of the L2 is the largest activation that a layer finds there.
     half = GPU.l2 // 2 // (4 * 4096)
     assert cold_operands.rotating(replace(layer, m=half)) == weight_alone
@@ -367,7 +367,7 @@ def test_what_rotates_is_what_a_model_reads_anew() -> None:
 
 
 def test_a_chain_has_two_calls_unless_memory_has_room_for_one_alone() -> None:
-    """One whose operands exceed every cache also follows another call."""
+    """Even a call whose operands exceed every cache is timed after another call."""
     large = problem(m=64, n=16384, k=16384, device=GPU)  # a weight of 1 GiB
     assert cold_operands.copies(large) == 2
     assert cold_operands.copies(large, limit=2**30) == 1
@@ -428,7 +428,7 @@ def test_samples_are_disturbed_from_two_on_where_the_quartiles_are_far_apart() -
 
 
 def test_what_a_round_did_to_all_is_taken_out_and_the_usual_pace_stays() -> None:
-    """Two rounds of a slow clock among five: the medians stay µs of the others."""
+    """Two of five rounds have a slow clock: the medians are those of the other three."""
     pace = [1.0, 1.0, 1.5, 1.0, 1.5]
     first, second = timing.normalised([[10 * p for p in pace], [20 * p for p in pace]])
     assert first == pytest.approx([10.0] * 5)
@@ -482,7 +482,7 @@ def test_an_m_that_was_measured_is_both_sides_of_itself() -> None:
 
 @pytest.mark.parametrize("along", ["m", "n", "k"])
 def test_a_record_is_of_sizes_of_the_ragged_dimension(along: Any) -> None:
-    """M is another size of the problem, at which nothing was compared."""
+    """Along N or K, measurements at other values of M compare nothing."""
     edge = replace(problem(m=49, n=49, k=49), groups=Groups(2, along)).at(64)
     k = result("k", 5.0, inside_us={33: 6.0})
     blas = result("blas", 10.0, inside_us={33: 10.0, 49: 10.0})
@@ -495,7 +495,7 @@ def test_a_record_is_of_sizes_of_the_ragged_dimension(along: Any) -> None:
 
 
 def test_before_the_first_m_that_was_measured_blas_answers(tmp_path: Path) -> None:
-    """A bucket has a first M, but its measurements may begin at a larger one."""
+    """The measurements of a bucket may begin at a larger M than the bucket."""
     times = {("fast", 1): 5.0, "blas": 10.0}
     d, _ = dispatcher(FakeBlas(), FakeKernel("fast"), times=times, root=tmp_path)
     record = d.tune(problem(m=64), settings())
@@ -542,7 +542,7 @@ def test_so_many_hints_are_tried_first_and_none_is_of_blas() -> None:
 
 
 def test_the_best_ratio_of_a_kernel_scales_its_estimates() -> None:
-    """One that took less than expected says of the others that they may, too."""
+    """If a config took half of its estimate, other configs of its kernel may, too."""
 
     class Sloped(FakeKernel):
         def estimate_us(self, problem: Problem, config: FakeConfig) -> float:
@@ -553,7 +553,7 @@ def test_the_best_ratio_of_a_kernel_scales_its_estimates() -> None:
     search._first = 3
     tried = [each for each in search.first() if each.kernel is kernel]
     assert [each.config.tile for each in tried] == [1, 2]
-    # The first took half of what was expected, the second all of it: by the first, the others
+    # The first took half of its estimate and the second all of it. By the first ratio, the others
     # may be the fastest.
     more = search.next_batch({tried[0]: 5.0, tried[1]: 10.0})
     assert [each.config.tile for each in more] == [3, 4]
@@ -599,7 +599,7 @@ def test_a_quarantine_is_the_reason_in_its_own_bucket_alone() -> None:
         d.quarantine(problem(m=64), choice, RuntimeError("boom"))
     there = d.rejections(problem(m=40), settings())
     assert there["k"] == ["quarantined: it raised RuntimeError: boom"]
-    d.quarantine(problem(m=200), choice, "it is off by one")  # the one warning has been given
+    d.quarantine(problem(m=200), choice, "it is off by one")  # this kernel was warned about already
     assert d.rejections(problem(m=200), settings())["k"] == ["quarantined: it is off by one"]
     assert "k" not in d.rejections(problem(m=65), settings())
 
@@ -676,7 +676,7 @@ def test_several_ranks_do_not_tune_in_the_background(
 def test_what_a_later_tuning_is_to_measure_is_noted(
     mode: Any, fields: dict[str, bool], noted: bool, tmp_path: Path
 ) -> None:
-    """A user of heuristics wants no measurement, but a capture may become a graph that stays."""
+    """In the mode ``heuristic`` only captures are noted, since their graphs may stay in use."""
     d, _ = dispatcher(FakeBlas(), FakeKernel("fast"), root=tmp_path)
     d.choose(problem(m=50, **fields), settings(on_cache_miss=mode))
     assert [miss.problem["m"] for miss in d.store.misses()] == ([64] if noted else [])
@@ -707,7 +707,7 @@ def test_a_winner_that_its_tuning_did_not_verify_is_verified_when_it_is_used(
 def test_a_call_waits_for_another_process_where_its_bits_may_not_change(
     invariant_mode: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A call of the usual mode has an interim answer. No arithmetic of the kernel has a name."""
+    """Other calls get an interim choice. The kernel names no reduction order."""
     waits: list[bool] = []
     d, _ = dispatcher(FakeBlas(), Summing("k", {1: None}), root=tmp_path)
 
@@ -724,7 +724,7 @@ def test_a_call_waits_for_another_process_where_its_bits_may_not_change(
 def test_an_arithmetic_is_of_the_records_where_nothing_may_be_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If they are of all rungs; else of the estimates."""
+    """Records choose if all rungs have one; otherwise estimates choose."""
     monkeypatch.setattr(invariant, "LADDER", (16, 64))
 
     class Estimating(Summing):
@@ -757,7 +757,7 @@ def test_an_arithmetic_is_of_the_records_where_nothing_may_be_measured(
 def test_an_m_of_a_weight_is_noted_where_it_could_not_be_measured(
     mode: Any, capturing: bool, noted: bool, why: str, tmp_path: Path
 ) -> None:
-    """A tuning that failed would fail again, and a user of heuristics wants none."""
+    """A tuning that failed would fail again, and the mode ``heuristic`` tunes nothing."""
     d, _ = dispatcher(FakeBlas(), Summing("k", {1: "one", 2: "two"}), root=tmp_path)
 
     def failing(*_: Any, **__: Any) -> Any:
@@ -776,7 +776,7 @@ def test_an_m_of_a_weight_is_noted_where_it_could_not_be_measured(
 
 @pytest.mark.parametrize("own_mode", [False, True])
 def test_which_record_is_of_a_problem(own_mode: bool, tmp_path: Path) -> None:
-    """The record of its own mode comes first; within a mode the record of the exact M does."""
+    """Records of the problem's own mode come first; within a mode, that of the exact M."""
     d, _ = dispatcher(FakeBlas(), root=tmp_path)
     instance = problem(m=50, batch_invariant=own_mode)
     modes = [False, True] if own_mode else [False]
@@ -785,7 +785,7 @@ def test_which_record_is_of_a_problem(own_mode: bool, tmp_path: Path) -> None:
         d.store.save(
             DEVICE.gpu, DEVICE.environment, recorded(instance.at(other), result("blas", 1.0))
         )
-    if not own_mode:  # a call of the plain mode has no use for these
+    if not own_mode:  # a call outside batch-invariant mode must not use these
         for place in (replace(instance.at(m), batch_invariant=True) for m in (64, 50)):
             d.store.save(DEVICE.gpu, DEVICE.environment, recorded(place, result("blas", 1.0)))
     assert d.record(instance) is None
@@ -811,7 +811,7 @@ def test_a_choice_says_where_its_record_is(tmp_path: Path) -> None:
 def test_a_result_that_no_file_holds_costs_its_kernel(
     error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Blas is always needed: its result must not vanish."""
+    """Every record needs BLAS, so its result must be readable."""
 
     def read(document: Any) -> Any:
         if document["kernel"] in bad:
@@ -840,7 +840,7 @@ def test_a_kernel_that_cannot_be_used_is_reported_once_by_what_it_did(tmp_path: 
         d.warn_kernel_once(wild, ValueError("tile is odd"))
 
 
-# -- what is forgotten, and what is said -----------------------------------------------------
+# -- invalidation and messages ---------------------------------------------------------------
 
 
 @pytest.mark.parametrize("what", ["quarantine", "adopt", "tune", "try again"])
@@ -870,7 +870,7 @@ def test_what_changes_the_choices_forgets_all_of_them(what: str, tmp_path: Path)
 
 @pytest.mark.parametrize("used", [False, True])
 def test_compilers_that_know_an_old_toolchain_end(used: bool, tmp_path: Path) -> None:
-    """A process that tuned nothing has none, and makes none now."""
+    """A process that tuned nothing has no compile processes, and starts none now."""
     d, _ = dispatcher(FakeBlas(), root=tmp_path)
     closed: list[bool] = []
     tuner = SimpleNamespace(compilers=SimpleNamespace(close=lambda: closed.append(True)))
@@ -939,7 +939,7 @@ def test_a_tuning_in_the_background_that_ended_without_a_winner_is_not_begun_aga
 def test_groups_have_the_config_of_64_rows_each_in_batch_invariant_mode(
     along: Any, tmp_path: Path
 ) -> None:
-    """A sum of a ragged K belongs to one call."""
+    """With groups along K the choice has no evidence: its sums are of this call alone."""
     fast = FakeKernel("fast", estimate=1.0, traits=Traits(batch_invariant=True))
     d, _ = dispatcher(FakeBlas(estimate=9.0), fast, root=tmp_path)
     instance = problem(m=40, groups=Groups(5, along), batch_invariant=True)
@@ -1014,7 +1014,7 @@ def test_what_another_process_stored_meanwhile_is_not_measured_again(tmp_path: P
 
 
 class Preparing:
-    """A tuner that notes the problems that it is to compile ahead."""
+    """A tuner that notes the problems to be compiled ahead."""
 
     def __init__(self) -> None:
         self.prepared: dict[Problem, list[str]] = {}
@@ -1062,7 +1062,7 @@ def test_what_is_compiled_ahead(interpreted: bool, stored: bool, tmp_path: Path)
 def test_a_preload_lists_records_and_runs_blas_on_the_current_gpu(
     cuda: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A tuning reports what fails there."""
+    """A preload ignores faults: the first tuning meets and reports them."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     monkeypatch.setattr(deferring, "gc", SimpleNamespace(collect=list, freeze=list))
@@ -1088,7 +1088,7 @@ def test_a_preload_lists_records_and_runs_blas_on_the_current_gpu(
 def test_what_a_choice_saves(
     origin: Any, extent: int, blas: float | None, own: float | None, saved: float, tmp_path: Path
 ) -> None:
-    """The record's times at the M nearest to the call's say it, or else estimates do."""
+    """The saving is from the record's times at the nearest M, or else from estimates."""
     ours = FakeKernel("fast", estimate=own, tiles=(1, 2))
     d, _ = dispatcher(FakeBlas(estimate=blas), ours, root=tmp_path)
     choice = Choice(Candidate(ours, FakeConfig(tile=2)), origin, "")
@@ -1113,7 +1113,7 @@ def test_what_a_choice_saves(
 
 
 class Later:
-    """Stands in for the tunings in the background: names, and the shares that slices were given."""
+    """Stands in for background tunings: their names, and the share of time given to each slice."""
 
     def __init__(self, *names: Any) -> None:
         self.names, self.shares, self.tasks = set(names), list[float](), list[Any]()
@@ -1161,7 +1161,7 @@ def test_a_call_that_may_wait_gives_a_slice(names: Any, instance: Problem, share
 
 @pytest.mark.parametrize("m", [64, 50, 49])
 def test_an_answer_is_kept_until_its_tuning_or_its_race_ends(m: int) -> None:
-    """The measurements are of the problem without its requirements."""
+    """The tuned problem is the call's without its requirements, such as determinism."""
     instance, mine = problem(m=50, deterministic=True), settings()
     d, later = deferred((problem(m=m), mine))
     assert d.kept(instance, mine) is None
@@ -1242,7 +1242,7 @@ def test_who_races_is_verified_where_it_was_timed(tmp_path: Path) -> None:
 def test_which_calls_race_the_best_of_a_record(
     racers: int, origin: Any, m: int, ended: bool, on_record: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two candidates at least, at an M at which nothing was measured, and each M once."""
+    """A race needs two candidates and an M without measurements; each M is raced once."""
     fast = FakeKernel("fast")
     choice = Choice(Candidate(fast, FakeConfig()), origin)
     for mode in ("tune", "background"):
@@ -1286,7 +1286,7 @@ def test_how_much_of_a_candidate_is_verified_at_its_first_use(
     stamped: str, origin: Any, extent: str, end: str, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """Little, if it was verified at another size of its bucket; it is stamped if it is right."""
+    """A candidate verified elsewhere in its bucket gets a short check, and a stamp if it passes."""
     d, _ = dispatcher(FakeBlas(), FakeKernel("fast"), root=tmp_path)
     asked, edge = problem(m=2000), problem(m=2048)
     candidate = Candidate(FakeKernel("fast"), FakeConfig())
@@ -1331,7 +1331,7 @@ def test_how_much_of_a_candidate_is_verified_at_its_first_use(
 def test_a_choice_won_at_the_size_of_its_evidence(
     won_at: int, evidence: int | None, found: int | None, tmp_path: Path
 ) -> None:
-    """Without evidence, at its own size or at its bucket's."""
+    """Without evidence, the size is the call's own or its bucket's."""
     d, _ = dispatcher(FakeBlas(), FakeKernel("fast"), root=tmp_path)
     asked, candidate = problem(m=2000), Candidate(FakeKernel("fast"), FakeConfig())
     won = result("fast", 1.0, config={"tile": 1})
@@ -1366,7 +1366,7 @@ def test_a_record_answers_if_it_cannot_be_completed(tmp_path: Path) -> None:
 def test_a_record_without_all_kernels_answers_while_it_is_completed(
     ended: bool, on_record: bool, tmp_path: Path
 ) -> None:
-    """Until then another answer may come; later this one stays."""
+    """The answer may change until the tuning has ended, and stays afterwards."""
     d, _ = dispatcher(FakeBlas(), FakeKernel("old"), FakeKernel("new"), root=tmp_path)
     later = d.__dict__["background"] = Later()
     asked = problem(m=64)
@@ -1387,7 +1387,7 @@ def test_a_record_without_all_kernels_answers_while_it_is_completed(
 
 
 def test_blas_that_a_record_names_is_chosen_for_no_other_reason(tmp_path: Path) -> None:
-    """Inside a bucket it may replace another choice, and says so."""
+    """Inside a bucket BLAS may replace the record's winner; the reason is then given."""
     for fast, said in ((20.0, False), (5.0, True)):
         d, _ = dispatcher(FakeBlas(), FakeKernel("fast"), root=tmp_path / str(said))
         blas = result("blas", 10.0, inside_us={33: 10.0, 49: 10.0})
@@ -1437,7 +1437,7 @@ def test_a_choice_without_a_record_is_made_once_for_its_bucket(tmp_path: Path) -
 def test_what_is_tuned_is_a_neighbour_at_once(
     lasting: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is stored for other processes, unless they cannot have its epilogue."""
+    """The record is stored for other processes, unless its epilogue exists in this one alone."""
     d, _ = dispatcher(FakeBlas(), root=tmp_path)
     assert d._neighbours.families() == {}
     monkeypatch.setattr(type(problem().epilogue), "lasting", lasting)
@@ -1522,7 +1522,7 @@ def test_kernels_that_are_not_used_say_why() -> None:
 
 
 def test_what_a_tuning_would_time(tmp_path: Path) -> None:
-    """A kernel that this machine could not try waits, unless there is no record at all."""
+    """A kernel that this machine could not try is not timed again, unless no record exists."""
     d, _ = dispatcher(FakeBlas(), FakeKernel("left"), FakeKernel("new"), root=tmp_path)
     instance = problem()
     able = d.able(instance, settings())
@@ -1549,8 +1549,8 @@ def test_what_a_tuning_would_time(tmp_path: Path) -> None:
 def test_a_tuning_is_of_the_kernels_of_its_bucket_while_its_budget_lasts(
     mode: Any, m: int, spent: float, names: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A kernel may serve the bucket's edge, but not this call. The seconds spent on finding the
-    call's kernels belong to the budget."""
+    """A kernel may serve the bucket's edge, but not this call. The time spent on finding the
+    call's kernels counts towards the budget."""
     d, _ = deferred()
     mine = settings(on_cache_miss=mode, tune_budget=7.0)
     asked, edge = problem(m=m), problem(m=64)
@@ -1585,7 +1585,7 @@ def test_a_complete_record_is_measured_again_only_where_it_is_forced(tmp_path: P
 def test_a_tuning_starts_from_the_best_three_of_the_three_nearest(
     nearest: int, close: bool, tmp_path: Path
 ) -> None:
-    """Half an octave is close."""
+    """A record within half an octave is close."""
     d, _ = dispatcher(FakeBlas(), FakeKernel("fast"), root=tmp_path)
     assert d.hints(problem()) == Hints([], False)
     sizes = (nearest, 100, 110, 120)
@@ -1602,7 +1602,7 @@ def test_a_tuning_starts_from_the_best_three_of_the_three_nearest(
 def test_kernels_without_a_storable_result_are_left_out_and_the_others_raced_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By their times, others may have been eliminated."""
+    """The times of such kernels may have eliminated others."""
     d, _ = dispatcher(FakeBlas(), FakeKernel("fast"), FakeKernel("odd"), root=tmp_path)
     instance = problem()
     raced: list[list[str]] = []
@@ -1641,8 +1641,8 @@ def test_what_answers_inside_a_bucket(
     chosen: tuple[str, int], timed: dict[int, float], declines: bool,
     answer: tuple[str, int] | None, tmp_path: Path,
 ) -> None:  # fmt: skip
-    """The kernel that beats BLAS on both sides, else BLAS in its fastest way there; None: the
-    choice of the bucket stays as it is."""
+    """The kernel that beats BLAS on both sides, else the fastest config of BLAS. None: the bucket's
+    choice stays."""
     blas = FakeBlas(tiles=(1, 2), against=lambda problem: ["not here"] * declines)
     d, _ = dispatcher(blas, FakeKernel("fast"), root=tmp_path)
     edge, asked, mine = problem(m=64), problem(m=40), settings()
@@ -1685,7 +1685,7 @@ def test_a_changed_toolchain_is_noticed_by_calls_and_by_tuning(
 
 
 def test_a_config_of_an_arithmetic_is_chosen_once_for_each_m(tmp_path: Path) -> None:
-    """Without a record all candidates are estimated for it."""
+    """Without a record, the choice estimates all candidates."""
     estimated: list[int] = []
 
     class Estimating(Summing):

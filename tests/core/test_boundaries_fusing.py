@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("blas_alone")
 
 
 class Two(nn.Module):
-    """Two layers of 8 columns, and the forward of a test."""
+    """Two layers of 8 columns; a test gives it a forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -140,7 +140,7 @@ def without_a_child(self: Any, x: Tensor) -> Tensor:
 
 
 class Scaled(nn.Module):
-    """An activation that may also be scaled."""
+    """An activation with an optional scale."""
 
     def forward(self, x: Tensor, by: float = 1.0) -> Tensor:
         return F.relu(x) * by
@@ -201,7 +201,7 @@ def gate_of_itself(self: Any, x: Tensor) -> Tensor:
 )
 @pytest.mark.slow(quick=3)
 def test_each_pattern_at_its_edge(forward: Any, kinds: list[str], reason: str | None) -> None:
-    """With any fusion, the values stay those of the model."""
+    """The converted model computes the same values, whatever was fused."""
     model = module(forward)
     expected = [model.train(mode)(X) for mode in (True, False)]
     report = convert(model)
@@ -218,14 +218,14 @@ def test_each_pattern_at_its_edge(forward: Any, kinds: list[str], reason: str | 
 
 
 class Called:
-    """A forward that is an object of its own."""
+    """A forward that is a callable object, not a function."""
 
     def __call__(self, x: Tensor) -> Tensor:
         return x
 
 
 class Many(Two):
-    """With children that a forward reads in other ways than by calling them."""
+    """Has children that a forward may read without calling them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -503,7 +503,7 @@ def test_a_fused_function_is_named_by_its_epilogue_and_a_module_by_its_class() -
 
 
 class Reduced(nn.Module):
-    """A model's own way into a pickle."""
+    """A model that defines ``__reduce__``."""
 
     def __init__(self, width: int = 8) -> None:
         super().__init__()
@@ -553,7 +553,7 @@ def test_weights_that_are_rounded_already_are_left_as_they_are() -> None:
 def test_every_layer_computes_under_static_weights_where_it_is_set(
     static: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Called by itself and with an epilogue."""
+    """Each layer is called alone and with a fused epilogue."""
     conv = pytest.importorskip("transformers.pytorch_utils").Conv1D
     fp8 = pytest.importorskip("transformers.integrations.finegrained_fp8").FP8Linear(8, 8)
     fp8.weight.data = torch.ones(8, 8).to(torch.float8_e4m3fn)
@@ -597,7 +597,7 @@ def test_undo_leaves_what_somebody_else_changed_since() -> None:
         report.undo()
 
 
-# -- what no swap reaches -----------------------------------------------------------------------
+# -- forwards that convert() cannot replace -----------------------------------------------------
 
 
 def by_operator(self: Any, x: Tensor) -> Tensor:
@@ -686,7 +686,7 @@ def test_activations_in_the_code_of_a_forward() -> None:
 )  # fmt: skip
 def test_modules_of_torch_that_multiply_themselves(made: nn.Module, reached: bool) -> None:
     assert (out_of_reach(made) is None) is reached
-    assert products(made) is None  # torch's own code
+    assert products(made) is None  # torch's own code computes it
 
 
 def test_a_forward_of_ones_own_is_reached() -> None:
@@ -714,7 +714,7 @@ TEXTS = [
 @pytest.mark.parametrize("width", [2, 256, 514])
 @pytest.mark.parametrize("text", TEXTS)
 def test_the_passes_compute_an_epilogue_and_its_derivative(text: str, width: int) -> None:
-    """Parameters have all their digits; widths are whole tiles, and one more or less."""
+    """Parameters keep all their digits. Widths are whole tiles, or one column more or less."""
     pytest.importorskip("triton")
     from tmm_core.triton.pointwise import Pointwise
 
@@ -734,7 +734,7 @@ def test_the_passes_compute_an_epilogue_and_its_derivative(text: str, width: int
 
 
 def test_a_gradient_has_any_strides_and_promises_only_what_they_keep() -> None:
-    """16 elements, which a kernel loads at once from an aligned address."""
+    """A kernel may load 16 elements at once only if strides and addresses keep them aligned."""
     pytest.importorskip("triton")
     from tmm_core.triton.pointwise import Pointwise
 

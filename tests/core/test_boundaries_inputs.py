@@ -111,7 +111,7 @@ def test_patterns_of_one_number() -> None:
 
 
 def test_scales_of_any_size() -> None:
-    """Of many scales, each fourth along the longest dimension is zero."""
+    """In a large tensor of scales, every fourth along the longest dimension is zero."""
     for shape, zero in (((3, 64), (slice(None), slice(1, None, 4))), ((64, 3), slice(1, None, 4))):
         t = filled("b_scale", F32, shape=shape, scales=True)
         right = torch.zeros(shape, dtype=torch.bool)
@@ -130,7 +130,7 @@ def test_scales_of_any_size() -> None:
 
 @pytest.mark.parametrize("name", ["int4", "int4_signed", "int8", "mxfp4", "nvfp4"])
 def test_stored_numbers_and_scales_of_a_format_have_the_usual_spread(name: str) -> None:
-    """Four standard deviations are the largest stored number."""
+    """The largest stored number is four standard deviations."""
     form = named(name)
     limit = form.limit
     assert limit is not None
@@ -139,7 +139,7 @@ def test_stored_numbers_and_scales_of_a_format_have_the_usual_spread(name: str) 
     assert numbers.square().mean().sqrt().item() == pytest.approx(limit / 4, rel=0.1)
     many = form.dequantize(form.unpacked(filled("b", form.storage[0], form, scales=True))).double()
     assert (many.abs() >= limit).double().mean() > 20 * (numbers.abs() >= limit).double().mean()
-    # Their product with a scale is as large as usual numbers.
+    # Multiplied by their scale, they are as large as numbers of plain dtypes.
     scale = grids.factors(filled("b_scale", form.scale_dtypes[0], form), F32).double()
     assert (numbers * scale.mean()).square().mean().sqrt().item() == pytest.approx(0.5, rel=0.3)
     positive = form.dequantize(form.unpacked(filled("b", form.storage[0], form, of_b="positive")))
@@ -187,7 +187,7 @@ def test_static_weights_of_a_gpu_are_written_before_they_are_used(
 def test_a_product_of_16_bits_on_a_gpu_ignores_the_tf32_setting(
     shape: tuple[int, ...], called: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Torch's operator with an fp32 result does, unlike a product of fp32 operands."""
+    """The reference calls torch's operator with an fp32 result. A product of fp32 obeys it."""
 
     class OnGPU:
         dtype, is_cuda = HALF, True
@@ -241,7 +241,7 @@ def test_each_round_has_the_numbers_of_its_name(dtype: torch.dtype) -> None:
     a, b, residual, product, y = of("a small, b large")
     assert rms(a) < 2e-5
     assert rms(b) > 64
-    assert 0.3 * rms(product) < rms(residual) < rms(product)  # neither hides the other
+    assert 0.3 * rms(product) < rms(residual) < rms(product)  # neither term hides the other
     a, b, residual, product, y = of("a large, b small")
     assert rms(b) < 2e-5
     assert rms(a) > 64
@@ -308,7 +308,7 @@ def test_alphas_have_each_sign_and_magnitude(text: str, least: float, most: floa
     given, product, _ = rounds["large products and a small alpha"]
     assert rms(given.a) * rms(given.b) > 1e30
     assert 0.5 < rms(product) < 2
-    # The product is of usual size, whatever the magnitudes of the operands.
+    # The product has the usual size, whatever the magnitudes of the operands.
     of_values = [plan for plan in plans if plan.of_values]
     assert {plan.name for plan in of_values} >= {"a of zeros", "positive numbers"}
     assert all(plan.place == "same" for plan in of_values)
@@ -317,7 +317,7 @@ def test_alphas_have_each_sign_and_magnitude(text: str, least: float, most: floa
 
 
 def test_values_in_another_order_have_the_same_sums() -> None:
-    """A cache by checksums would take them for the last set."""
+    """A launcher that caches by checksums would mistake them for the previous set."""
     instance = problem(m=8, n=8, k=8, scaled=True, bias=F32, residual=Operand(F32))
     data = DataSets(instance, CPU, 1 << 26)
     [plan] = [plan for plan in further_inputs.planned(instance) if plan.rolled]
@@ -333,7 +333,7 @@ def test_values_in_another_order_have_the_same_sums() -> None:
 
 
 def test_values_change_unseen_in_rounds_at_the_same_addresses() -> None:
-    """A launcher that caches by object, address or version takes them for the last set."""
+    """A launcher that caches by object, address or version mistakes them for the previous set."""
     instance = problem(m=8, n=8, k=8, bias=F32, residual=Operand(F32), groups=Groups(2, "m"))
     data = DataSets(instance, CPU, 1 << 26)
     before = data.sets()[-1].inputs
@@ -346,7 +346,7 @@ def test_values_change_unseen_in_rounds_at_the_same_addresses() -> None:
         assert given.rows is not None
         assert before.rows is not None
         assert (given.rows.offs is before.rows.offs) is (plan.place == "same")
-        assert given.rows.ends == tuple(given.rows.offs.tolist())  # for the reference
+        assert given.rows.ends == tuple(given.rows.offs.tolist())  # the reference reads them
     assert {name: getattr(before, name)._version for name in names} == version
 
 
@@ -367,7 +367,7 @@ def test_rounds_of_groups_have_the_sizes_of_their_names(name: str) -> None:
 @pytest.mark.parametrize(
     ("layout", "aligned", "shape", "near", "overlapping", "strides", "offset"),
     [
-        # fp16: 16 bytes are 8 elements. A line of 12 takes 16, and a gap of 8.
+        # fp16: 16 bytes are 8 elements. A row of 12 elements takes 16, plus a gap of 8.
         ("row", True, (4, 12), False, False, (72, 1), 8),
         ("row", True, (4, 12), True, False, (24, 1), 8),
         ("row", True, (4, 12), True, True, (24, 1), 8),
@@ -472,7 +472,7 @@ def test_inputs_in_the_shapes_of_n_d_calls(m: int, batch: int, leads: list[Any])
         assert torch.equal(given.residual.reshape(inputs.residual.shape), inputs.residual)
         assert (given.b.dim() > 2) is (batch != 1)
         strides.add(given.a.stride())
-    if m == 6:  # transposed leading dimensions, and rows apart
+    if m == 6:  # transposed leading dimensions, and rows with gaps
         assert {(3, 6, 1), (12, 3, 1)} <= strides
 
 
@@ -484,7 +484,7 @@ def test_inputs_in_the_shapes_of_n_d_calls(m: int, batch: int, leads: list[Any])
 def test_n_d_operands_are_of_the_class_of_their_rows(
     k: int, aligned: bool, transposed: bool, apart: bool
 ) -> None:
-    """Rows of two fp32 numbers that lie side by side are not aligned to 16 bytes."""
+    """Rows of two fp32 numbers without gaps are not aligned to 16 bytes."""
     one = Operand(F32, aligned=aligned)
     instance = problem(m=6, n=4, k=k, a=one, b=one)
     inputs = random_inputs.make(instance, CPU)
@@ -500,7 +500,7 @@ def test_n_d_operands_are_of_the_class_of_their_rows(
                            (("b",), {"b_scale"}), ((), set())],
 )  # fmt: skip
 def test_scales_are_divided_with_their_operand(names: tuple[str, ...], divides: set[str]) -> None:
-    """One number has no dimension to divide."""
+    """A scalar scale has no dimension to divide."""
     parts = {
         "a_scale": torch.randn(6, 3), "a_zero": torch.randn(6, 1), "b_scale": torch.randn(6, 1, 4),
         "b_zero": torch.randn(6),
@@ -558,7 +558,7 @@ def test_blas_is_launched_and_not_searched_for_faults() -> None:
 
 
 def test_launches_are_in_the_modes_of_calls() -> None:
-    """Training launches without grad mode, and serving in inference mode."""
+    """Training calls launch without grad mode, serving calls in inference mode."""
     modes: list[str] = []
 
     def run(a: Any, b: Any, bias: Any, residual: Any, alpha: float, out: Any) -> Any:
@@ -582,7 +582,7 @@ def test_launches_are_in_the_modes_of_calls() -> None:
 def test_two_threads_launch_what_a_gpu_completes_in_4_ms(
     monkeypatch: pytest.MonkeyPatch, seconds: float, count: int
 ) -> None:
-    """A launch of both threads is counted."""
+    """The time of one launch, from an idle GPU, determines how many both threads make."""
     now, waits = [5.0], list[float]()
 
     def wait(device: Any) -> None:
@@ -596,7 +596,7 @@ def test_two_threads_launch_what_a_gpu_completes_in_4_ms(
     monkeypatch.setattr(torch.cuda, "synchronize", wait)
     monkeypatch.setattr(ways_of_use.time, "perf_counter", lambda: now[0])
     assert checks._most_together() == count
-    assert waits == [5.0, 5.0 + seconds]  # nothing else is under way
+    assert waits == [5.0, 5.0 + seconds]  # the GPU is idle before and after
 
 
 def test_a_launcher_that_never_allocates_writes_to_both_outputs() -> None:
@@ -667,7 +667,7 @@ def test_other_bits_of_repeated_launches(deterministic: bool) -> None:
 @pytest.mark.parametrize("repeats", [1, 4])
 @pytest.mark.parametrize("value", [2.0, math.nan, math.inf])
 def test_one_wrong_result_of_repeated_launches(repeats: int, value: float) -> None:
-    """Of a kernel whose bits may differ; and the error of BLAS is known, but not judged."""
+    """The kernel's bits may differ. The error of BLAS is reported, but not judged."""
     for baseline in (False, True):
         made: list[int] = []
 
@@ -780,7 +780,7 @@ def test_autocast_is_tried_where_it_casts_nothing(a: Any, b: Any, out: Any, cast
 def test_unusual_values_are_tried_in_one_form(
     of_values: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They are read by all forms of a launcher in one way."""
+    """All forms of a launcher read values alike, so one form suffices."""
     launched: list[Any] = []
     plan = further_inputs.Plan("x", random_inputs.Recipe(), of_values=of_values)
     checks = ways_of_use.WaysOfUse(DataSets(problem(m=6, n=8, k=4), CPU), NONE, True, False)
@@ -819,7 +819,7 @@ SQUARES = Port("x", "row", reduce="sum", of=torch.square)
 @pytest.mark.parametrize(
     ("port", "right", "scale"),
     [
-        # Of 4 × 9 twos. A sum of n terms of random signs is about √n of them.
+        # Outputs of 4 × 9 twos, and their scales. A sum of n twos of random signs is about 2√n.
         (ROW_SUM, 18, 6), (ROW_MAX, 2, 2), (COL_SUM, 8, 4), (COL_MAX, 2, 2), (ALL_SUM, 72, 12),
         (ALL_MAX, 2, 2), (TILE, 2, 2), (SQUARES, 36, 12),
     ],
@@ -852,7 +852,7 @@ def test_an_error_of_an_output_is_relative_to_it_and_to_its_terms(
 
 
 def test_outputs_hold_nothing_that_a_launch_may_read() -> None:
-    """NaN or small numbers, in the same memory; and NaN in memory of their own for two threads."""
+    """They hold NaN or small numbers in the same memory; for two threads, NaN in their own."""
     seen: list[tuple[int, float]] = []
 
     def launch(*_: Any, outputs: Any, **__: Any) -> str:
@@ -906,7 +906,7 @@ def test_faults_of_outputs() -> None:
     assert fault() == ""
     found[1] = 0
     assert "has error 0.75" in fault()
-    # With NaN and Inf in the inputs the result itself says what an output is.
+    # With NaN and Inf in the inputs, the expected output is computed from the result itself.
     infinite = tile.clone()
     infinite[1, 3] = math.inf
     found[1] = math.inf
@@ -942,7 +942,7 @@ def test_outputs_are_reduced_in_pieces(port: Port) -> None:
 @pytest.mark.parametrize("port", [ROW_SUM, ROW_MAX, COL_SUM, ALL_SUM, TILE])
 @pytest.mark.parametrize("wrong", [0.0, 1.0])
 def test_outputs_of_no_rows(port: Port, wrong: float) -> None:
-    """Sums of no numbers are zero; outputs by row have no element that could be wrong."""
+    """A sum of no numbers is zero; an output by row has no element that could be wrong."""
     checked, tile = outputs_of(0, port), torch.zeros(0, 9)
     expected = Expected(None, Sample(tile, tile), None, None)
     [(error, fault)] = checked.errors(expected, tile, (torch.full(port.shape(tile.shape), wrong),))
@@ -951,7 +951,7 @@ def test_outputs_of_no_rows(port: Port, wrong: float) -> None:
 
 
 def test_outputs_are_compared_in_the_samples() -> None:
-    """A scalar is compared with the result of the launch, whose samples are compared."""
+    """A scalar output is compared with the launch's own result, which is compared by samples."""
     tile = torch.randn(200, 9)
     rows, cols = torch.tensor([0, 50, 199]), torch.tensor([0, 8])
     expected = Expected(

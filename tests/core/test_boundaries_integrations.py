@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("blas_alone")
 
 
 def kernelized(module: nn.Module, layer: type[nn.Module]) -> nn.Module:
-    """A stand-in for what ``kernelize`` does to a module."""
+    """Replace the module's forward, as ``kernelize`` does."""
     module.forward = types.MethodType(layer.forward, module)  # type: ignore[method-assign]
     return module
 
@@ -73,7 +73,7 @@ class Plain(nn.Module):
 
 @pytest.fixture
 def products(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
-    """The epilogue of each product that goes through tmm."""
+    """The epilogue of each product that tmm computes, in order."""
     seen: list[str | None] = []
     for name in ("linear", "matmul"):
         real = getattr(kernel_layers.api, name)
@@ -109,7 +109,7 @@ def test_a_layer_computes_what_the_module_does(
     layer: type[nn.Module],
     epilogues: list[str | None],
 ) -> None:
-    """tmm computes it where the module has exactly the class that the layer replaces."""
+    """tmm computes the products if the module has exactly the class that the layer replaces."""
     x = torch.randn(3, 8)
     expected = module(x)
     assert not kernel_layers.is_ours(module)
@@ -178,7 +178,7 @@ def test_layers_by_the_names_of_mappings() -> None:
 
 
 def forward_of_the_base(module: nn.Module) -> nn.Module:
-    """As ``kernelize``: a class with a name, also an inherited one, gets the layer's forward."""
+    """Give each module whose class has a layer's name, or inherits one, the layer's forward."""
     for each in module.modules():
         name = getattr(type(each), "kernel_layer_name", None)
         if name is not None:
@@ -255,7 +255,7 @@ def test_versions_without_experts_of_8_bit_floats_have_none(
 def test_models_without_experts_of_tmm_keep_theirs() -> None:
     model, other = nn.Linear(8, 8), nn.Linear(8, 8)
     other.config = SimpleNamespace(_experts_implementation="eager")  # type: ignore[assignment]
-    transformers.unregister(model, other)  # neither can choose experts
+    transformers.unregister(model, other)  # neither module can choose an implementation of experts
 
 
 def test_an_activation_that_is_not_recognised_gates_no_kernel(

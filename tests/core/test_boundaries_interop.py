@@ -34,7 +34,7 @@ from tmm_core.interop.tails import PRODUCTS, Tail, pairs, tails, terms_of
 Tensor = torch.Tensor
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
-# torch's own, where it first differentiates forwards
+# torch's first forward-mode derivative raises this warning
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 
 
@@ -109,7 +109,7 @@ def test_which_rows_a_kernel_rounds(
     monkeypatch.setitem(sys.modules, "tmm_core.triton.quantize_rows", module)
     with pytest.warns(TmmWarning, match="no kernel") if "failing" in of else nullcontext():
         found = [row_quantization._kernel(Rows(**rows), 32) for _ in range(3)]  # type: ignore[arg-type]
-    assert found[0] is None  # in a capture nothing is loaded
+    assert found[0] is None  # during a capture no kernel is loaded
     assert found[1:] == ([None] * 2 if aligned is None else [made] * 2)
     assert made == ([] if aligned is None else [(BF16, 8, 32, aligned, "cuda")])
 
@@ -138,7 +138,7 @@ def test_a_real_term_of_a_complex_product_has_a_real_gradient() -> None:
 
 
 def test_a_result_that_is_learned_through_has_the_dtype_of_one_that_is_not() -> None:
-    """With each epilogue, and with a residual of another dtype."""
+    """The residual has another dtype; each epilogue is tried."""
     a, b = torch.randn(4, 8, dtype=BF16), torch.randn(8, 6, dtype=BF16)
     residual = torch.randn(4, 6)
     for epilogue in (None, "silu", "relu"):
@@ -226,7 +226,7 @@ def test_a_given_derivative_of_a_gate_is_of_both_halves() -> None:
 
 @pytest.mark.parametrize("shape", [(5,), (4, 5), (2, 4, 5), (3, 4, 5), (2, 3, 4, 5)], ids=str)
 def test_many_vectors_by_operands_of_any_rank(shape: tuple[int, ...]) -> None:
-    """Mapped as the second operand, and as both."""
+    """The second operand is mapped, or both are."""
     a, b, more = double(*shape), double(3, 5), double(3, *shape)
     row = double(3, *(a @ b[0]).shape)
     for dims, given in ((None, a), (0, more)):
@@ -251,7 +251,7 @@ def test_many_vectors_by_operands_of_any_rank(shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("of_b", [(5,), (5, 6), (3, 5, 6), (2, 1, 5, 6)])
 @pytest.mark.slow(quick=3)
 def test_mapped_operands_of_every_rank(of_a: tuple[int, ...], of_b: tuple[int, ...]) -> None:
-    """Each, both, and a residual that is mapped, is not, or is broadcast."""
+    """One operand is mapped or both; the residual is mapped, not mapped, or broadcast."""
     a, b = torch.randn(7, *of_a), torch.randn((*of_b, 7))
     shape = (a[0] @ b[..., 0]).shape
     residuals = torch.randn(7, *shape), torch.randn(shape), torch.randn(shape[-1:])
@@ -281,7 +281,7 @@ def test_mapped_residuals_of_fp32_leave_a_products_dtype(epilogue: str | None) -
 
 @pytest.mark.parametrize("shape", [(4, 5), (2, 4, 5), (3, 2, 4, 5)], ids=str)
 def test_mapped_residuals_meet_the_last_dimensions_of_a_result(shape: tuple[int, ...]) -> None:
-    """They have fewer dimensions than it: ours are added as torch adds them, call by call."""
+    """The residual has fewer dimensions than the result. Each mapped call adds it as torch does."""
     a, b, terms = double(3, *shape), double(5, 6), double(3, 4, 6)
     for dims, given in ((0, a), (None, a[0])):
 
@@ -318,7 +318,7 @@ def test_tangents_of_groups_are_scaled_as_their_product() -> None:
 
 
 def test_an_operand_without_a_tangent_adds_nothing() -> None:
-    """It would add the product of zeros and Inf."""
+    """A tangent of zeros would add 0 × Inf = NaN."""
     a, b, tb = double(4, 3), double(2, 3, 5), double(2, 3, 5)
     b[0, 0, 0], offs = torch.inf, torch.tensor([2, 4], dtype=torch.int32)
     _, t = torch.func.jvp(lambda b: tmm_core.grouped_matmul(a, b, offs=offs), (b,), (tb,))
@@ -329,7 +329,7 @@ def test_an_operand_without_a_tangent_adds_nothing() -> None:
 
 @pytest.mark.usefixtures("by_blas")
 def test_a_row_gathered_often_sums_its_gradient_in_fp32() -> None:
-    """A sum of 512 ones in 16 bits stops at 256."""
+    """In bf16 a sum of 512 ones stops at 256."""
     a = torch.ones(2, 8, dtype=BF16, requires_grad=True)
     b = torch.ones(1, 8, 8, dtype=BF16)
     index, offs = torch.zeros(512, dtype=torch.long), torch.tensor([512], dtype=torch.int32)
@@ -341,7 +341,7 @@ def test_a_row_gathered_often_sums_its_gradient_in_fp32() -> None:
 @pytest.mark.usefixtures("by_blas")
 @pytest.mark.parametrize("along", ["m", "k"])
 def test_the_gradient_of_a_bias_of_groups_is_summed_in_fp32(along: str) -> None:
-    """And only over rows of a group."""
+    """The sum leaves out rows of no group."""
     bias = torch.zeros(1, 8, requires_grad=True)
     if along == "m":
         a, b = torch.ones(1030, 8, dtype=BF16), torch.ones(1, 8, 8, dtype=BF16)
@@ -357,7 +357,7 @@ def test_the_gradient_of_a_bias_of_groups_is_summed_in_fp32(along: str) -> None:
 @pytest.mark.usefixtures("by_blas")
 @pytest.mark.parametrize("epilogue", [None, "silu"])
 def test_weights_of_rows_of_no_group_learn_nothing(epilogue: str | None) -> None:
-    """Even if the memory of rows that are not written holds NaN."""
+    """The memory of rows that no kernel writes may hold NaN."""
     torch.full((4096,), torch.nan)
     a, b = double(12, 5), double(3, 5, 4)
     weights = double(12, requires_grad=True)
@@ -384,7 +384,7 @@ def test_residuals_of_rows_of_no_group_learn_nothing() -> None:
 @pytest.mark.parametrize("scattered", [False, True])
 @pytest.mark.parametrize("learns", [False, True])
 def test_zeroed_rows_are_zero_with_everything_added(scattered: bool, learns: bool) -> None:
-    """Rows of no group, wherever they are scattered to, get neither bias nor residual."""
+    """Rows of no group get neither bias nor residual, also when rows are scattered."""
     a, b = double(12, 5, requires_grad=learns), double(3, 5, 4)
     bias, residual = double(3, 4), double(12, 4)
     places = torch.randperm(12) if scattered else None
@@ -403,7 +403,7 @@ def test_zeroed_rows_are_zero_with_everything_added(scattered: bool, learns: boo
 
 
 def test_flat_scales_of_a_ragged_sum_keep_their_rows_together_unless_they_are_one() -> None:
-    """Flat scales hold the rows of all groups side by side: no shard has the scales of its rows."""
+    """Flat scales hold the rows of all groups together, so a shard cannot have its rows' scales."""
     from torch.distributed.tensor import Shard
 
     from tmm_core.interop import sharding
@@ -458,7 +458,7 @@ def test_outputs_without_memory_have_their_dtypes() -> None:
 
 
 def test_kernels_after_a_product_need_a_derivative_in_torch_too() -> None:
-    """Second derivatives are derived from it."""
+    """Torch differentiates this derivative for second derivatives."""
     z, silu = torch.randn(4, 8), parse("silu")
     assert epilogue_kernels.kernels(silu, 8, FP32, z) is not None
     device: Any = {"device": silu.device, "device_derivative": silu.device_derivative}
@@ -643,7 +643,7 @@ BY_ROW = (*EIGHT[:2], torch.ones(8, 1), torch.ones(1, 16))
     ],
 )  # fmt: skip
 def test_grouped_products_that_torch_has(given: Any, more: Any, answered: bool) -> None:
-    """All others are left to torch, which refuses them."""
+    """Torch gets all other calls, and refuses them."""
     assert (aten_calls.grouped_call(*given, **more) is not None) is answered
 
 
@@ -671,7 +671,7 @@ def test_scaled_products_that_tmm_answers(given: Any, more: Any, answered: bool)
 
 
 def test_plain_products_that_tmm_answers() -> None:
-    """All others are left to torch: those that it refuses, and those without values."""
+    """Torch gets all other calls: those that it refuses, and those of empty or meta tensors."""
     a, b = torch.zeros(4, 8), torch.zeros(8, 6)
     stack = torch.zeros(3, 4, 8), torch.zeros(3, 8, 6)
     for given, answered in (
@@ -772,7 +772,7 @@ def test_a_gradient_is_summed_to_sizes_known_and_unknown() -> None:
         assert torch.equal(gradients._summed_to(t, shape), t.sum_to_size(shape))
 
     class Unknown(int):
-        """A size whose value must not be read, as of a tensor of unknown rows."""
+        """A size whose value must not be read, like a symbolic number of rows."""
 
     assert gradients._summed_to(t[..., :1], (Unknown(4), 1)).shape == (4, 1)
     assert torch.equal(gradients._summed_to(t, (Unknown(4), 1)), t.sum_to_size((4, 1)))
@@ -825,8 +825,8 @@ def gelu_of(half: float, root: float) -> Callable[[Tensor, Tensor], Tensor]:
     return lambda a, b: (a @ b) * half * (torch.erf((a @ b) * root) + 1)
 
 
-#: A function, its arguments, and of each product the epilogue with "+" for a residual and "x" for
-#: one that is reshaped.
+#: A function, its arguments, and the expected epilogue of each product: "+" stands for a residual,
+#: "x" for one that is reshaped.
 TAILS: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], list[str]]] = {
     "plain": (lambda a, b: a @ b, (A, B), [""]),
     "relu": (lambda a, b: F.relu(a @ b), (A, B), ["relu"]),
@@ -927,7 +927,7 @@ def test_a_product_that_no_call_computes_has_no_terms(name: str) -> None:
     assert terms_of(tail.product) is None
 
 
-#: Gate and up of two weights.
+#: Gate and up projection by two weights.
 PAIRS: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], int]] = {
     "swiglu": (lambda a, b, c: F.silu(a @ b) * (a @ c), (A, B, B2), 1),
     "turned": (lambda a, b, c: (a @ c) * F.silu(a @ b), (A, B, B2), 1),

@@ -38,7 +38,7 @@ A, B = torch.randn(4, 8), torch.randn(8, 6)
 
 @pytest.mark.parametrize("b", [torch.randn(8), torch.randn(7), torch.randn(8, 5)])
 def test_a_gated_epilogue_needs_two_halves_of_columns(b: Tensor) -> None:
-    """A vector is one column, whether its length is even or not."""
+    """A vector counts as one column, whether its length is even or odd."""
     with pytest.raises(ValueError, match="needs b of width 2N"):
         tmm_core.matmul(torch.randn(4, len(b)), b, epilogue="swiglu")
 
@@ -59,7 +59,7 @@ def test_terms_have_the_dtype_of_the_operands_of_the_result_or_fp32(name: str) -
         tmm_core.matmul(a, b, **{name: term.half()})  # type: ignore[arg-type]
 
 
-#: Shapes whose dimensions are of one, of none, alike or not.
+#: Shapes with dimensions of size 0 and 1, and with equal and different sizes.
 SHAPES = [
     (), (1,), (3,), (2, 3), (3, 2), (1, 3), (3, 1), (0, 3), (3, 0), (2, 3, 2), (1, 3, 2), (4, 2, 3),
     (2, 1, 2, 3), (1, 4, 3, 1), (0, 2, 3),
@@ -155,12 +155,12 @@ def test_an_out_that_overlaps_itself_is_refused_in_torchs_words() -> None:
         with pytest.raises(RuntimeError) as right:
             torch.add(torch.zeros(4, 6), 1.0, out=out)
         with pytest.raises(RuntimeError) as caught:
-            check.check_out(out, out.shape, FP32, (A, B))  # kernels of Triton would not notice
+            check.check_out(out, out.shape, FP32, (A, B))  # Triton's kernels would not check this
         assert str(caught.value) == str(right.value)
 
 
 def test_the_first_difference_of_operands_is_named() -> None:
-    """In one dtype each, and of each operand: it cannot be left out."""
+    """Different dtypes and a missing operand are each named."""
     with pytest.raises(RuntimeError, match="expected m1 and m2 to have the same dtype"):
         tmm_core.matmul(A, B.half())
     for given in ({"a": None, "b": B}, {"a": A, "b": None}):
@@ -176,7 +176,7 @@ def test_the_first_difference_of_operands_is_named() -> None:
 def test_torch_is_given_operands_of_a_gpu_alone(
     first: bool, second: bool, own: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its error names their device. It raises before it computes, so there is no gradient."""
+    """Torch's error names the device of GPU operands; torch gets them without grad mode."""
     given: list[Any] = []
 
     class Stand:
@@ -199,7 +199,7 @@ def test_torch_is_given_operands_of_a_gpu_alone(
     assert recorded is not own
     assert own or [(t.shape, t.stride(), t.is_cuda) for t in found] == [((2, 3), (3, 1), False)] * 2
     given.clear()
-    monkeypatch.setattr(check, "PLAIN", {Tensor})  # a subclass may compute anything
+    monkeypatch.setattr(check, "PLAIN", {Tensor})  # a subclass may override the product
     check._raise_torchs_error(a, b)
     assert given[0][0] != (a, b)
 
@@ -222,7 +222,7 @@ def test_sizes_of_a_graph_broadcast_as_torch_says(one: Any, other: Any, both: An
 
 @pytest.mark.parametrize("before", [True, False])
 def test_memory_beside_an_input_is_written(before: bool) -> None:
-    """Tensors that touch share nothing."""
+    """Adjacent tensors share no memory, so the call writes the output."""
     memory = torch.randn(16 + 24)
     a = (memory[24:] if before else memory[:16]).view(4, 4)
     out = (memory[:24] if before else memory[16:]).view(4, 6)
@@ -286,7 +286,7 @@ def test_a_scale_of_one_number_has_any_shape(shape: tuple[int, ...]) -> None:
 
 
 def test_of_nothing_no_operand_is_in_place() -> None:
-    """An empty tensor has no address that would say so."""
+    """An empty tensor has no address, so whether it is in place cannot be checked."""
     a, b = torch.randn(2, 3, 8), B
     fold = Fold.of(a, b, None, torch.Size((2, 3, 6)))
     assert fold is not None
@@ -304,7 +304,7 @@ def test_of_nothing_no_operand_is_in_place() -> None:
 
 
 def test_a_kernel_sees_a_residual_of_the_results_shape(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However the call's is broadcast: kernels index it by row and column."""
+    """Kernels index the residual by row and column, so a broadcast one is expanded."""
     monkeypatch.setenv("TMM_ON_CACHE_MISS", "heuristic")
     seen: list[Any] = []
 
@@ -328,7 +328,7 @@ def test_a_kernel_sees_a_residual_of_the_results_shape(monkeypatch: pytest.Monke
 
 
 def test_a_kernel_sees_the_terms_of_its_problem_alone() -> None:
-    """In training a product with an activation is computed in parts: the residual is added last."""
+    """In training the activation is a separate step, and the residual is added after it."""
     seen: list[Any] = []
 
     class Noting(FakeBlas):
@@ -372,7 +372,7 @@ def test_a_plan_is_kept_if_its_choice_lasts(
 def test_a_launch_that_makes_a_first_call_is_announced_from_then_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The plan that is being launched is made again. The nested call's plan serves no other."""
+    """The outer kernel's plan is dropped, and the plan of the nested call is not kept."""
     made: list[Any] = []
     monkeypatch.setattr(warm, "launching", lambda: "outer")
     monkeypatch.setattr(warm, "NESTING", set())
@@ -394,13 +394,13 @@ def test_a_launch_that_makes_a_first_call_is_announced_from_then_on(
     assert {"outer"} == warm.NESTING
     assert [*old] == [("y",)]
     assert warm._plans == {}
-    with tmm_core.settings.nested():  # it is known that a launch is under way
+    with tmm_core.settings.nested():  # these settings say that a launch is under way
         warm._built((), call, pose)
     assert made[1:] == [("call", "pose", True)]
     assert [*warm._plans] == [()]
 
 
-#: What ``bind`` may return: a launcher with its source, and with a form for N-D operands.
+#: The source of a launcher, as ``bind`` may return it.
 BODY: Any = SimpleNamespace(on_device=str, lines=("return 1",), namespace={})
 SUMS = replace(IDENTITY, outputs=(Port("x", "row", reduce="sum"),))
 
@@ -417,7 +417,7 @@ def test_which_forms_of_a_launcher_a_plan_has(
     a: Tensor, epilogue: Epilogue, inlined: bool, folded: bool, nesting_kernel: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """None that takes no auxiliary outputs, and none that would not announce its launch."""
+    """With auxiliary outputs or for a kernel that calls tmm, a plan uses the plain form."""
     folds: list[Any] = []
 
     def run(*_: Any, **__: Any) -> Any:
@@ -443,7 +443,7 @@ def test_which_forms_of_a_launcher_a_plan_has(
 
 
 def test_a_plan_waits_for_a_choice_that_lasts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A call goes on with the choice that there is."""
+    """A call, unlike a plan, uses an interim choice."""
     slept: list[float] = []
     asked: list[str] = []
 
@@ -482,7 +482,7 @@ def test_weights_that_do_not_change_are_matrices(a: Any, b: Any, static: bool) -
 
 
 def test_guards_distinguish_tensors_that_a_plan_distinguishes() -> None:
-    """By one call of torch, which takes them only where it has all it needs."""
+    """Torch's guards check all tensors in one call."""
     if compat.tensor_guards() is None:
         pytest.skip("this torch has no guards")
     same = plan_module._guards([A, None, B])
@@ -548,7 +548,7 @@ def test_groups_of_meta_tensors_have_a_shape(epilogue: Any) -> None:
     [("quantize", (4, 128)), ("quantize", (3, 4, 128)), ("silu", (4, 128)), ("swiglu", (4, 128))],
 )
 def test_results_of_meta_tensors_are_those_of_a_cpu(epilogue: str, shape: tuple[int, ...]) -> None:
-    """Also auxiliary outputs, and a result that is given."""
+    """Auxiliary outputs and a given ``out`` are compared, too."""
     a, b = torch.randn(shape), torch.randn(128, 256)
     right: Any = tmm_core.matmul(a, b, epilogue=epilogue)
     a, b = a.to("meta"), b.to("meta")
@@ -589,11 +589,11 @@ def test_operands_of_any_dimensions_are_matrices_or_stacks(a: Any, b: Any, seen:
     found = fold.a(left), fold.b(right)
     assert tuple(tuple(t.shape) for t in found) == seen
     torch.testing.assert_close((found[0] @ found[1]).view(y.shape), y)
-    # One scale for each row, or each column, follows its operand.
+    # A scale per row or column is reshaped as its operand is.
     of_a, of_b = torch.rand(*a[:-1], 1), torch.rand(*b[:-2], 1, *b[-1:]) if b[1:] else torch.rand(1)
     scaled = (found[0] * fold._of_a(of_a)) @ (found[1] * fold._of_b(of_b))
     torch.testing.assert_close(scaled.view(y.shape), (left * of_a) @ (right * of_b))
-    # A grid of scales has one for each four values of K.
+    # A grid of scales has one scale for each four values along K.
     grids = fold._of_a(torch.rand(*a[:-1], 2)), fold._of_b(torch.rand(*b[:-2], 2, *b[-1:])
                                                           if b[1:] else torch.rand(2))  # fmt: skip
     assert grids[0].shape == (*seen[0][:-1], 2)
@@ -601,7 +601,7 @@ def test_operands_of_any_dimensions_are_matrices_or_stacks(a: Any, b: Any, seen:
 
 
 def test_the_default_device_is_no_matter_to_a_refusal() -> None:
-    """Shapes and dtypes are compared by tensors that are on a CPU."""
+    """Torch's errors are raised by stand-ins of the operands, which are on the CPU."""
     out, other = torch.empty(4, 6, dtype=FP64), torch.empty(7, 6)
     with torch.device("meta"):
         with pytest.raises(RuntimeError, match=r"Expected out tensor to have dtype float, but got"):
@@ -640,7 +640,7 @@ def test_scales_of_a_batch_that_shares_them_are_packed() -> None:
 
 @pytest.mark.usefixtures("blas_alone")
 def test_a_full_table_of_plans_is_begun_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server that meets ever new sizes does not grow without end."""
+    """The memory of a server with ever new sizes stays limited."""
     monkeypatch.setattr(warm, "MAX_PLANS", 4)
     for m in range(1, 12):
         a = torch.randn(m, 8)
@@ -654,7 +654,7 @@ def test_the_out_of_a_plan_has_room_for_the_whole_batch() -> None:
     plan, out = tmm_core.plan(a, b), torch.empty(3, 4, 6)
     assert plan(a, b, out=out) is out
     torch.testing.assert_close(out, a @ b)
-    # Torch would resize an out of as many elements.
+    # Torch would resize an ``out`` that has as many elements.
     shapes = (4, 6), (3, 4, 7), (12, 6), (3, 6, 4), (72,), (1, 3, 4, 6)
     for wrong in map(torch.empty, shapes):
         with pytest.raises(ValueError, match="takes out of shape"):
@@ -669,7 +669,7 @@ def test_the_out_of_a_plan_has_room_for_the_whole_batch() -> None:
 @pytest.mark.usefixtures("blas_alone")
 @pytest.mark.slow
 def test_sources_go_with_their_functions() -> None:
-    """The source of a generated function, for tracebacks, is kept no longer than the function."""
+    """Tracebacks need the source of a generated function only while the function exists."""
 
     def kept() -> int:
         return sum(name.startswith("<tmm ") for name in linecache.cache)
@@ -678,7 +678,7 @@ def test_sources_go_with_their_functions() -> None:
     before = kept()
     plans = [tmm_core.plan(torch.randn(m, 8), B) for m in range(1, 6)]
     assert kept() >= before + len(plans)
-    linecache.checkcache()  # it keeps what has no file, and traceback calls it
+    linecache.checkcache()  # traceback calls this; it keeps entries without a file
     assert kept() >= before + len(plans)
     assert inspect.getsource(plans[0].__call__).startswith("def call(a, b, ")
     plans.clear()
@@ -705,7 +705,7 @@ class Mine(Tensor):
 
 
 def test_a_call_that_torch_has_to_see_is_not_launched_past_it() -> None:
-    """Kernels other than torch's own know nothing of modes, transforms and pending conjugates."""
+    """Only torch's own kernels see modes, transforms and pending conjugates."""
     contexts: dict[str, Any] = {
         "autocast": lambda: torch.autocast("cpu", dtype=BF16),
         "a function mode": Functions,
@@ -756,7 +756,7 @@ def untuned(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("untuned")
 def test_the_error_of_the_baseline_is_the_callers_to_see() -> None:
-    """There is no other to answer: it is not set aside."""
+    """The baseline is not set aside, since no other kernel could answer."""
     blas = Failing(RuntimeError("boom"))
     installed(blas)
     for count in (1, 2):
@@ -781,7 +781,7 @@ def test_a_kernel_that_would_end_the_process_raises_an_error_instead() -> None:
         # The kernel's launch called itself without end: from now on BLAS answers such calls.
         (RecursionError(), "k", "heuristic", "k", False, True, "nests"),
         (RecursionError(), "k", "forced", "k", False, True, "nests"),
-        # A plan from before that was found out is made again.
+        # The plan is older than this finding, so it is made again.
         (RecursionError(), "k", "heuristic", None, True, False, "again"),
         (RecursionError(), "k", "forced", None, True, False, "again"),
         (RecursionError(), "k", "heuristic", None, True, True, "quarantined"),
@@ -789,7 +789,7 @@ def test_a_kernel_that_would_end_the_process_raises_an_error_instead() -> None:
         (RecursionError(), "k", "heuristic", "other", False, True, "quarantined"),
         (ValueError(), "k", "heuristic", "k", True, False, "quarantined"),
         (SystemExit(1), "k", "tuned", None, False, True, "quarantined"),
-        # There is no other kernel that could answer, or it would lack memory too.
+        # No other kernel could answer, or it would lack memory, too.
         (RecursionError(), "blas", "fallback", "blas", True, False, "raised"),
         (ValueError(), "blas", "cache", None, False, True, "raised"),
         (ValueError(), "k", "forced", None, False, True, "raised"),
@@ -848,7 +848,7 @@ def by_blas() -> Any:
 
 @pytest.mark.usefixtures("by_blas")
 def test_as_many_groups_as_columns_share_a_bias_by_column() -> None:
-    """And not the number of each group."""
+    """A bias of N elements is per column, even if there are N groups."""
     a, b, bias = torch.randn(9, 8), torch.randn(3, 8, 3), torch.randn(3)
     offs = ends(2, 5, 9)
     y = tmm_core.grouped_matmul(a, b, offs=offs, bias=bias)
@@ -902,7 +902,7 @@ def test_the_problem_of_groups_has_all_that_its_call_has(along: Any, given_out: 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.int32, torch.complex64])
 def test_groups_are_of_floating_numbers(dtype: torch.dtype) -> None:
-    """A batch is multiplied as plain products are."""
+    """Without ``offs`` the call is a batched product, which takes these dtypes."""
     a, b = torch.ones(5, 8).to(dtype), torch.ones(2, 8, 4).to(dtype)
     words = rf"^grouped_matmul\(\): {dtype} operands are not multiplied$"
     with pytest.raises(RuntimeError, match=words):
@@ -932,7 +932,7 @@ def test_every_row_has_one_place_and_one_weight() -> None:
 
 
 def test_a_ragged_sum_leaves_nothing_to_be_zeroed() -> None:
-    """Its result has a product for each group, and no rows beyond the last."""
+    """The result has one product per group, and no rows beyond the last group."""
     a, b, offs = torch.randn(8, 6), torch.randn(6, 4), ends(2, 5)
     call = GroupedArguments(a, b, offs, zeroed=True)
     problem, _ = grouped_call.pose(call, IDENTITY, tmm_core.settings.current())

@@ -115,7 +115,7 @@ def test_halves_of_which_one_has_a_bias_are_two_products() -> None:
         expected = F.silu(F.linear(x, gate, biases[0])) * F.linear(x, up, biases[1])
         torch.testing.assert_close(y, expected)
     three = torch.randn(12, 6)
-    assert joint_operands(three[:4], three[4:6], None, None) is None  # the halves would be wrong
+    assert joint_operands(three[:4], three[4:6], None, None) is None  # unequal halves
     operands = joint_operands(gate, up, bias[:4], bias[4:])
     assert operands is not None
     assert torch.equal(operands[1], bias)  # type: ignore[arg-type]
@@ -154,7 +154,7 @@ def test_one_half_learns_alone(name: str) -> None:
 
 
 def test_second_derivatives_of_both_halves() -> None:
-    """The gradient of x depends on gate and up; it is differentiated by both."""
+    """The gradient of x depends on gate and up, so it has derivatives by both."""
     mlp, x = SwiGLU(8, 12), torch.randn(5, 8, requires_grad=True)
     gate, up, down = mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight
 
@@ -168,7 +168,7 @@ def test_second_derivatives_of_both_halves() -> None:
 
 
 def test_a_single_row_learns() -> None:
-    """A vector is learned through as a matrix of one row is."""
+    """A vector has the gradients of a matrix of one row."""
     mlp, x = SwiGLU(8, 12, bias=True), torch.randn(8, requires_grad=True)
     learned = (x, *mlp.parameters())
     got = torch.autograd.grad(mlp(x).square().sum(), learned)
@@ -213,8 +213,8 @@ def test_layers_are_called_while_tangents_are_computed() -> None:
 def test_shards_are_gated_with_and_without_a_gradient(
     learning: bool, kernel: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without a kernel that gates, as on a CPU, they are two products. A compiler, and whoever
-    differentiates forwards or casts, has to see the layers' calls."""
+    """Without a gated kernel, as on a CPU, the shards compute two products. Compilers, forward mode
+    and autocast must see the layers' calls."""
     mlp, x = SwiGLU(8, 12, bias=True), torch.randn(5, 8)
     mlp.requires_grad_(learning)
     gate, up = mlp.gate_proj, mlp.up_proj
@@ -271,7 +271,7 @@ def test_weights_are_as_wide_as_the_inputs_of_their_own_projection() -> None:
         bound = 1 / math.sqrt(inputs)
         for t in (layer.get_parameter(name), layer.get_parameter(f"{name}_bias")):
             assert 0.8 * bound < t.abs().max() <= bound
-    Experts(2, 6, 0)  # an expert of nothing has a bound, too
+    Experts(2, 6, 0)  # a width of zero has a bound, too
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -290,8 +290,8 @@ def test_experts_are_where_they_are_said_to_be(bias: bool) -> None:
 def test_which_activations_meet_the_weights_of_experts(
     dtype: torch.dtype, rounds: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For a plain weight they are cast to its dtype; for a quantised one they stay unchanged. If
-    they are rounded to 8 bits, the result has their original dtype."""
+    """Activations are cast to the dtype of a plain weight, and not for a quantised one. If they
+    are quantised to 8 bits, the result has their original dtype."""
     met: list[Any] = []
     matmul = experts.grouped.grouped_matmul
 
@@ -335,7 +335,7 @@ def test_the_choices_of_an_expert_stay_in_order() -> None:
 
 @pytest.mark.parametrize("router", [FP32, FP16, torch.float64])
 def test_the_weights_of_a_router_are_not_rounded_to_16_bits(router: torch.dtype) -> None:
-    """Unless they have these themselves. 1 + 2⁻¹⁰ is 1 in bf16."""
+    """Only a router that computes in 16 bits rounds its weights. 1 + 2⁻¹⁰ is 1 in bf16."""
     layer = Experts(1, 8, 8, dtype=BF16)
     with torch.no_grad():
         layer.gate_up_proj.fill_(1.0)

@@ -101,8 +101,8 @@ class Hosted:
     def __init__(self) -> None:
         self.pools: list[Pool] = []
         self.log: list[Any] = []
-        #: For each host, the start method of its processes and the modules that are imported
-        #: before.
+        #: The start method of each host's processes, and the modules that they import before
+        #: they start.
         self.contexts: list[tuple[str, list[str]]] = []
 
     def _pool(self, *given: Any) -> Pool:
@@ -129,7 +129,7 @@ class Hosted:
         self.host._assign()
 
     def end(self, outcome: Any) -> None:
-        """End the pool's oldest job, and conclude it as ``run`` does."""
+        """End the pool's oldest job, and process its end as ``run`` does."""
         future = next(future for _, _, future in self.pools[-1].jobs if not future.done())
         if isinstance(outcome, BaseException):
             future.set_exception(outcome)
@@ -166,8 +166,8 @@ def hosted(hosts: Hosted, tmp_path: Path) -> Iterator[Hosted]:
 def test_a_thread_may_import_the_program_after_the_main_thread_has_ended(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The first product of such a thread imports it. Python then refuses the modules of process
-    pools."""
+    """The thread's first product imports the program. At that time Python refuses to import
+    modules of process pools."""
     monkeypatch.setattr(threading, "_SHUTTING_DOWN", True)
     for name in [name for name in sys.modules if name.partition(".")[0] == "pebble"]:
         monkeypatch.delitem(sys.modules, name)
@@ -207,7 +207,7 @@ def test_no_more_jobs_run_than_there_are_workers(hosted: Hosted) -> None:
 def test_a_cancelled_job_is_answered_never_and_begun_never(hosted: Hosted) -> None:
     hosted.receive(1, 2, 3, 4, 5)
     hosted.host._receive({"cancel": [2, 4, 9]})
-    hosted.conclude()  # the second was running
+    hosted.conclude()  # the second job was running
     pool = hosted.pools[0]
     assert pool.running == [1, 3]
     for _ in range(3):
@@ -242,7 +242,7 @@ def test_a_job_whose_worker_was_worn_out_is_next_and_so_three_times(
     pool = hosted.pools[0]
     worn: Callable[[], Any] = lambda: ProcessExpired("worn out", pool_host.WORN_OUT, 77)  # noqa: E731
     hosted.end(worn())
-    assert pool.running == [2, 1]  # before the third
+    assert pool.running == [2, 1]  # before the third job
     hosted.end({"error": None})
     for _ in range(2):
         pool.jobs.sort(key=lambda job: job[0]["id"])
@@ -275,8 +275,8 @@ def test_a_pool_that_broke_is_replaced_and_the_fourth_time_the_host_ends(hosted:
 def looks(
     hosted: Hosted, monkeypatch: pytest.MonkeyPatch, steps: list[Any], **limits: float
 ) -> int:
-    """Serve with a clock of one second a look and three of patience; what happens at each look:
-    ``None`` or a function. Returns the number of looks."""
+    """Serve until idle, and return the number of looks. A look takes a second; the host ends after
+    three idle ones. At each look the next event happens: a function, or ``None``."""
     monkeypatch.setattr(pool_host, "_LOOK", 1.0)
     monkeypatch.setattr(pool_host, "IDLE_LIMIT", 3.0)
     count = 0
@@ -308,7 +308,7 @@ def test_a_host_serves_until_nobody_needs_it(
         pool.jobs[-1][2].set_result({"error": None})
         return [hosted.host._wake]
 
-    # Two looks are too few to end, five are none while a job runs, and three end it.
+    # Two idle looks do not end the host, nor do five while a job runs; three do.
     count = looks(hosted, monkeypatch, [None, None, job, *[None] * 5, ended])
     assert count == 2 + 1 + 5 + 1 + 3
     assert hosted.answers() == [[None, {}], [1, {"error": None}]]
@@ -376,7 +376,7 @@ def test_the_program_of_a_host(
             seen.append("end")
             self.channel.close()
 
-    # The limit is 60. A test's own folder is too deep.
+    # The limit is 60 characters. A test's own folder is longer.
     place = tempfile.mkdtemp(dir="/tmp", suffix="x" * (46 + long), prefix="")
     assert len(place) == 59 + long
     monkeypatch.setattr(tempfile, "tempdir", tempfile.gettempdir())
@@ -399,7 +399,7 @@ def test_the_program_of_a_host(
 
 @pytest.fixture
 def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """The module of a worker, with the kernels of a test. It changes what its process has."""
+    """The worker's module, with the kernels of a test. It changes process-wide state: undo that."""
     monkeypatch.setenv("TMM_PLUGINS", "none")
     monkeypatch.setattr(watch, "enabled", watch.enabled)
     module = importlib.import_module(pool_host._WORKER)
@@ -417,7 +417,7 @@ def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def redirected(*descriptors: int) -> Iterator[None]:
-    """Give standard output, or others, back to whoever had it."""
+    """Restore these file descriptors at the end."""
     saved = {number: os.dup(number) for number in descriptors}
     try:
         yield
@@ -428,7 +428,7 @@ def redirected(*descriptors: int) -> Iterator[None]:
 
 
 def perform(worker: Any, job: Any) -> Any:
-    """The answer to a job of a worker that has printed something for an earlier one."""
+    """The worker's answer to a job, after an earlier job printed something."""
     with redirected(1), tempfile.TemporaryFile() as output:
         os.dup2(output.fileno(), 1)
         os.write(1, b"of the job before")
@@ -521,7 +521,7 @@ def test_a_worker_reports_what_a_kernel_raises(
 
 
 class Device:
-    """The calls that a launch makes to the GPU."""
+    """Records the calls that a launch makes to the GPU."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, worker: Any, calls: list[Any]) -> None:
         for name in ("set_device", "synchronize"):
@@ -635,9 +635,9 @@ def test_a_worker_begins_in_a_group_of_its_own_and_ends_with_its_parent(
 
 
 class Started:
-    """A host's process, which is this test. It ends with ``status`` when its channel does."""
+    """Stands in for a host's process. It ends with ``status`` when its channel is closed."""
 
-    pid = 99_999_999  # nobody's
+    pid = 99_999_999  # no process has this id
 
     def __init__(self, command: list[str], *, stdin: int, stderr: Any, **options: Any) -> None:
         self.command, self.options, self.stderr = command, options, stderr
@@ -661,7 +661,7 @@ class Started:
 
 
 class Parent:
-    """The hosts that were started, the processes that were killed, and the faults that were
+    """Records the hosts that were started, the processes that were killed, and the faults that were
     reported."""
 
     def __init__(self) -> None:
@@ -729,7 +729,7 @@ def test_how_a_host_is_started(parent: Parent, monkeypatch: pytest.MonkeyPatch) 
         }
         assert os.path.isdir(folder)
         host.close()
-        assert not os.path.exists(folder)  # a host that was killed leaves it
+        assert not os.path.exists(folder)  # a host that was killed cannot remove its folder
 
 
 @pytest.mark.parametrize(
@@ -757,7 +757,7 @@ def test_an_answer_resolves_its_job(
         assert [job["id"] for job in jobs] == [0, 1]
         assert [job["config"] for job in jobs] == [{"tile": 1}, {"tile": 2}]
         assert not host.started.is_set()
-        process.answer(None)  # it has started
+        process.answer(None)  # the host has started
         process.answer(1, **answer)
         error = failure(second)
         assert host.started.is_set()
@@ -769,7 +769,7 @@ def test_an_answer_resolves_its_job(
             assert (str(error), (error.cause_elsewhere, error.place)) == (message, more)
     finally:
         host.close()
-    assert failure(first) is None  # it is left to this process
+    assert failure(first) is None  # this process makes the launch instead
 
 
 def test_cancelled_jobs_are_named_to_the_host_and_wake_their_waiters(parent: Parent) -> None:
@@ -782,10 +782,10 @@ def test_cancelled_jobs_are_named_to_the_host_and_wake_their_waiters(parent: Par
         assert process.receive() == {"cancel": [0, 2]}
         assert [future.done() for future in (one, two, three)] == [True, False, True]
         assert one.cancelled()
-        assert not wait([one, three], timeout=0).not_done  # it knows of them
+        assert not wait([one, three], timeout=0).not_done  # ``wait`` knows the cancelled futures
         with pytest.raises(CancelledError):
             three.result(timeout=10)
-        host.cancel({one, Future()})  # nobody waits for these: nothing is sent
+        host.cancel({one, Future()})  # nobody waits for these futures, so nothing is sent
         process.answer(0, error="too late")
         process.answer(1, error=None)
         assert failure(two) is None
@@ -817,7 +817,7 @@ def test_a_host_that_ends_leaves_its_jobs_to_this_process(
     assert host.started.is_set()
     assert parent.faults.empty()
     assert parent.killed == [(process.pid, signal.SIGKILL)]
-    # It may end by itself; one that has not started is killed at once.
+    # A host may take a while to end; one that has not started is killed at once.
     assert process.waited == [compile_pool._END_LIMIT if started else 0, None]
     late: Future[None] = Future()
     assert not host.send(problem(), candidate(), {"limit": 1.0}, late)
@@ -856,7 +856,7 @@ def test_what_is_no_answer_is_a_fault(parent: Parent) -> None:
     fault = reports.get(timeout=10)
     assert fault.startswith("JSONDecodeError")
     assert failure(future) is None
-    for _ in range(2):  # once, and no other is started
+    for _ in range(2):  # one warning; no other host is started
         with pytest.warns(TmmWarning) if not compilers._broken else contextlib.nullcontext():
             compilers._report(fault)
         assert failure(compilers.submit(problem(), candidate())) is None
@@ -903,7 +903,7 @@ def test_what_a_job_of_compilers_says(parent: Parent, monkeypatch: pytest.Monkey
         assert job["environ"] == {**os.environ, "OF_KIND": "1"}
         assert (job["device"], job["limit"], job["folder"]) == (None, 5.0, os.getcwd())
         assert process.options["env"]["OF_KIND"] == "1"
-        # One host serves until its plugins differ.
+        # One host serves until the plugins change.
         compilers.submit(problem(), candidate(), device="cuda:1", memory=9)
         job = process.receive()
         assert (job["device"], job["memory"]) == ("cuda:1", 9)
@@ -917,7 +917,7 @@ def test_what_a_job_of_compilers_says(parent: Parent, monkeypatch: pytest.Monkey
             assert failure(future) is None
         assert len(parent.started) == 3
         assert {pid for pid, _ in parent.killed} == {Started.pid}
-        # One that ended is replaced.
+        # A host that ended is replaced.
         with ended_hosts():
             monkeypatch.delenv("TMM_PLUGINS")
             compilers.submit(problem(), candidate())
@@ -931,7 +931,7 @@ def test_what_a_job_of_compilers_says(parent: Parent, monkeypatch: pytest.Monkey
     [
         (Compiling("k"), "0", {}, True),
         (Compiling("k"), "1", {}, False),
-        (FakeKernel("k"), "0", {}, False),  # it compiles nothing
+        (FakeKernel("k"), "0", {}, False),  # this kernel compiles nothing
         (FakeKernel("k"), "1", {"device": "cpu", "memory": 1}, True),
     ],
 )
@@ -990,7 +990,7 @@ def test_a_forked_child_has_a_pool_of_its_own(
         ):
             compilers._host, compilers._lock, compilers._process = host, lock, ours
             host.process.returncode = None
-            with monkeypatch.context() as child, lock:  # another thread of the parent holds it
+            with monkeypatch.context() as child, lock:  # a thread of the parent holds it
                 child.setattr(os, "getpid", lambda: ours + 1)
                 use()
                 assert compilers._process == ours + 1
@@ -1049,7 +1049,7 @@ def test_the_pool_of_the_process_is_closed_at_exit(monkeypatch: pytest.MonkeyPat
 
 
 class Workers:
-    """Compilers that answer as a test says."""
+    """Compilers whose answers a test sets."""
 
     def __init__(self, *given: Any) -> None:
         self.given = given
@@ -1089,7 +1089,7 @@ def test_of_a_kernel_and_a_problem_two_first_launches_may_hang(
     assert tried(1) is None
     assert [tried(tile, failed) for tile in (2, 3, 4)] == [failed] * 3
     assert tried(5, hung) is hung
-    assert tried(6) is None  # one has hung
+    assert tried(6) is None  # one launch has hung
     assert tried(7, hung) is hung
     workers.outcome = None
     assert str(tried(8)) == "not tried: 2 other configs of it hung in their first launch"
@@ -1100,6 +1100,6 @@ def test_of_a_kernel_and_a_problem_two_first_launches_may_hang(
     assert len(workers.cancelled) == len(workers.calls)
     with pytest.raises(KeyboardInterrupt):
         tried(11, KeyboardInterrupt(), there)
-    assert len(workers.cancelled) == len(workers.calls)  # it goes on in no process
+    assert len(workers.cancelled) == len(workers.calls)  # the launch continues in no process
     launches.close()
     assert workers.calls[-1] == "closed"

@@ -184,7 +184,7 @@ def test_each_tuning_of_a_group_has_an_empty_board(monkeypatch: pytest.MonkeyPat
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> list[int]:
-    """The M of problems that this rank measured, each without a fault."""
+    """The M of each problem that this rank measured; no measurement fails."""
     done: list[int] = []
 
     def measure(problem: Any, current: object, force: bool) -> dict[str, Any]:
@@ -350,14 +350,14 @@ def test_a_rank_that_does_not_report_is_named_and_not_waited_for_again(
 def test_the_first_rank_leaves_last(
     monkeypatch: pytest.MonkeyPatch, clock: Clock, me: int, waits: float
 ) -> None:
-    """Its process may host the store."""
+    """The first rank's process may host the store."""
     chooser = SimpleNamespace(registry=SimpleNamespace(kernels=list))
     dispatch_to(monkeypatch, chooser)
     other: Any = {"kernels": [], "choices": [], "gpu": None}
     mine = Board(store(), [0, 1, 2], me, 1.5)
     mine.put(f"chose/{1 - me}", other)
     with warned():
-        ranks._compare(mine, [], {2})  # which was lost before
+        ranks._compare(mine, [], {2})  # rank 2 was lost before
     assert mine.has(f"left/{me}")
     assert clock.now == waits
 

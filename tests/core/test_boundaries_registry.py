@@ -73,7 +73,7 @@ def named(thing: Any, name: Any) -> Any:
 
 
 class ReturnedError(ValueError):
-    """An exception that a kernel returned in the place of a launcher."""
+    """An exception that a kernel returned instead of a launcher."""
 
     def __call__(self, *arguments: Any) -> Any:
         return arguments[0]
@@ -146,7 +146,7 @@ def test_a_load_that_is_interrupted_leaves_what_was_registered_before(
         r._kernels.clear()
         r._epilogues["x"] = r._epilogues["silu"]
         r._faults.append(Fault(Source("p"), "x"))
-        r.load()  # as where the import of a plugin computes a product
+        r.load()  # like a plugin whose import computes a product
         raise KeyboardInterrupt
 
     two = plugin(FakeKernel("two"))
@@ -196,7 +196,7 @@ def test_a_plugin_of_which_a_part_works_is_partly_used(works: bool) -> None:
 def test_a_name_belongs_to_tmm_then_to_the_first_distribution_and_plugin(
     points: list[tuple[str, str]], first: str
 ) -> None:
-    """Whatever the order of the metadata."""
+    """The order of the metadata does not matter."""
     r = registry(
         *(
             EntryPoint(name, plugin(FakeKernel("k", version=f"{by} {name}")), by)
@@ -281,7 +281,7 @@ class Misbehaving(FakeKernel):
     compile = arithmetic = estimate_us = workspace_bytes = anatomy = resources = bind
 
 
-#: Methods, their default result (None: the failure raises) and the seconds without a warning.
+#: Methods, their result after a failure (None: it raises), and the seconds before a warning.
 METHODS = {
     "bind": (None, query.COMPILE_PATIENCE), "resources": (None, query.COMPILE_PATIENCE),
     "compile": (None, query.COMPILE_PATIENCE), "arithmetic": ([None], None),
@@ -323,7 +323,7 @@ def test_what_a_misbehaving_method_costs(
         with pytest.warns(TmmWarning, match=f"{why}.* \\({re.escape(__file__)}:"):
             assert [call(problem(), FakeConfig())] == default
         assert checked.reasons_against(problem())[0].startswith(why)
-        assert [call(problem(), FakeConfig())] == default  # it is not asked any more
+        assert [call(problem(), FakeConfig())] == default  # the kernel is not called any more
     assert (checked.fault is not None) is (default is not None)
     assert waited == [patience]
 
@@ -515,7 +515,7 @@ def test_the_defaults_of_a_reference_are_its_parameters() -> None:
 
 
 def test_two_functions_of_one_key_have_texts_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If digests collide, the second text has a number."""
+    """If two keys are equal, the second text gets a number."""
     monkeypatch.setattr(epilogues, "INTERNED", {})
     monkeypatch.setattr(Epilogue, "key", property(lambda self: "same"))
     one, other = Epilogue("x", torch.relu), Epilogue("x", torch.tanh)
@@ -727,7 +727,7 @@ def test_autocast_is_left_out_inside(device: str) -> None:
 def test_formulas_are_registered_when_the_counter_is_imported(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """All that wait, and none twice; another import is left alone."""
+    """Each pending formula is registered once; imports of other modules are not affected."""
     import torch.utils.flop_counter as counter
 
     registered: list[Any] = []
@@ -770,7 +770,7 @@ def test_flops_are_two_for_each_term(a: Any, b: Any, found: int) -> None:
 
 
 def test_a_config_is_read_of_a_kernel_that_is_not_registered_too() -> None:
-    """As by tools, which are given a kernel. It is not set aside."""
+    """Tools are given such a kernel. Its faults raise, and do not set it aside."""
 
     class Raising(FakeConfig):
         @classmethod
@@ -787,7 +787,7 @@ def test_a_config_is_read_of_a_kernel_that_is_not_registered_too() -> None:
 
 
 def test_a_registered_kernels_config_is_checked_when_it_is_read() -> None:
-    """Its parsing is a plugin's code, which products inside do not reach again."""
+    """Parsing is plugin code: products inside it are marked as nested."""
     inside: list[bool] = []
 
     class Parsing(FakeConfig):

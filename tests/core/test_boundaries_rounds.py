@@ -55,7 +55,7 @@ def drawn(place: Any, mode: Any = "grad mode", **fields: Any) -> tuple[Round, In
     return made, made.inputs()
 
 
-#: Strides of a, b, bias and residual in each place.
+#: Strides of a, b, bias and residual for each placement.
 STRIDES = {
     "own": [(7, 1), (10, 1), (1,), (10, 1)],
     "plain": [(7, 1), (10, 1), (1,), (10, 1)],
@@ -88,7 +88,7 @@ def test_the_strides_of_each_place(place: Any) -> None:
 
 
 def test_rows_of_groups_do_not_overlap() -> None:
-    """Data beyond the last group are NaN."""
+    """Rows beyond the last group are NaN, so reading them would show."""
     _, given = drawn("near", groups=Groups(2, "m"), bias=None)
     assert given.a.stride() == (12, 1)
     assert given.b.stride()[1:] == (16, 1)
@@ -96,7 +96,7 @@ def test_rows_of_groups_do_not_overlap() -> None:
 
 @pytest.mark.parametrize("place", ["plain", "shared"])
 def test_one_tensor_may_be_several_arguments(place: Any) -> None:
-    """In plain rounds b is a parameter, which no other argument is."""
+    """In plain rounds b is a parameter, so no other argument may be the same tensor."""
     _, given = drawn(place, n=6, k=6)
     assert (given.b is given.a) is (place == "shared")
     assert given.residual is given.a
@@ -215,7 +215,7 @@ def test_sums_that_cancel_may_lose_what_tensor_cores_truncate(text: str, times: 
     given = made.inputs()
     assert made.slack == 0
     y = instance.epilogue.apply(given.a.double() @ given.b.double()).to(HALF)
-    for _ in range(2):  # it does not grow from launcher to launcher
+    for _ in range(2):  # the slack does not grow from launcher to launcher
         assert made.error(given, y) < 2e-3
         assert made.slack == times * 64 * 2.0**-26 * random_inputs.CANCELLED
 
@@ -232,7 +232,7 @@ def test_sums_that_cancel_may_lose_what_tensor_cores_truncate(text: str, times: 
     ],
 )  # fmt: skip
 def test_rows_that_are_computed_from_a_row(a_index: Any, out_index: Any, found: Any) -> None:
-    """The fourth row is in no group."""
+    """The fourth row of a belongs to no group."""
     indices = {"a_index": a_index, "out_index": out_index}
     given: Any = {name: torch.tensor(t) for name, t in indices.items() if t is not None}
     inputs = Inputs(
@@ -243,7 +243,7 @@ def test_rows_that_are_computed_from_a_row(a_index: Any, out_index: Any, found: 
 
 
 def test_where_any_result_is_accepted() -> None:
-    """Where the epilogue turns Inf into NaN, and next to the largest number."""
+    """Any result is accepted where the epilogue may turn Inf into NaN."""
     half = Operand(HALF)
     silu = problem(m=1, n=4, k=4, out=half, epilogue=parse("silu"))
     z = torch.tensor([[-INF, NAN, INF, -1.0]])
@@ -285,7 +285,7 @@ def test_weights_of_any_size() -> None:
 
 @pytest.mark.parametrize("along", ["m", "n", "k"])
 def test_scales_beyond_the_last_group_are_nan(along: Any) -> None:
-    """Those of a block that a group reads are not."""
+    """A block of scales that reaches into a group keeps its scale."""
     fp8 = torch.float8_e4m3fn
     for of_a, of_b, high, wide in (("row", "row", 1, 1), ("1x128", "128x128", 1, 128)):
         a = Operand(fp8, scale=Scale.parse(of_a))
@@ -345,7 +345,7 @@ def test_verification_with_less_memory_has_one_set_and_samples() -> None:
     assert only.expected.rows is not None
     assert only.expected.cols is not None
     few = DataSets(problem(m=66, n=8, k=8), CPU, 1 << 26, sampled=True)
-    assert few.sets()[0].expected.rows is None  # so few rows are all compared
+    assert few.sets()[0].expected.rows is None  # all of 66 rows are compared
     more = DataSets(problem(m=67, n=8, k=8), CPU, 1 << 26, sampled=True)
     assert more.sets()[0].expected.rows is not None
 
@@ -412,7 +412,8 @@ def test_inputs_that_changed_are_named_once() -> None:
 def free_launches(
     monkeypatch: pytest.MonkeyPatch, seconds: float, busy: set[int], most: int = 5, held: int = 3
 ) -> tuple[int, int, set[int]]:
-    """The launches of thread 0 of which each takes so long, and the results that it keeps."""
+    """Let thread 0 make launches of this duration. Return their number, the number of kept
+    results, and the threads still busy."""
     now = [0.0]
     monkeypatch.setattr(two_threads, "time", SimpleNamespace(monotonic=lambda: now[0]))
     made: list[int] = []
@@ -432,10 +433,10 @@ def free_launches(
 
 
 def test_a_thread_ends_its_free_launches(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Fast launches: as many as are wanted, or as long as the other thread has launches to make.
+    # Fast launches: at least as many as wanted, and more while the other thread has launches left.
     assert free_launches(monkeypatch, 0.0, {0}) == (5, 3, set())
     assert free_launches(monkeypatch, 0.0, {0, 1}) == (9, 3, {1})
-    # Slow launches: two, or until the other thread has had its time.
+    # Slow launches: two, and more until the other thread has had its time.
     assert free_launches(monkeypatch, 0.1, {0}) == (2, 2, set())
     assert free_launches(monkeypatch, 0.004, {0}) == (2, 2, set())
     assert free_launches(monkeypatch, 0.0025, {0}) == (3, 3, set())
@@ -451,7 +452,7 @@ def test_a_thread_that_writes_into_its_output_keeps_one_result() -> None:
     for into, kept, out in ((True, 1, 1), (False, 7, None)):
         thread = two_threads.Launches(data, NONE, 1, {1}, "free", NONE, 9, 7, into)
         assert (thread.results.maxlen, thread._out) == (kept, out)
-        assert thread.daemon  # a launch that hangs does not keep the process
+        assert thread.daemon  # a launch that hangs does not keep the process alive
 
 
 @pytest.mark.parametrize(
@@ -459,7 +460,7 @@ def test_a_thread_that_writes_into_its_output_keeps_one_result() -> None:
     [("lines", 0, [0]), ("lines", 1, [1]), ("launches", 0, [0, 0]), ("launches", 1, [1, 0, 0])],
 )
 def test_whose_inputs_are_launched_in_turns(pace: Any, place: int, launched: list[int]) -> None:
-    """Between the lines of the other thread's second launch, on that thread's inputs."""
+    """Launches between the lines of the other thread's second launch use that thread's inputs."""
     made: list[int] = []
 
     def inputs(number: int) -> Any:
@@ -537,7 +538,7 @@ def test_other_forms_are_of_launchers_that_allocate() -> None:
         data = DataSets(problem(m=8, **{"n": 8, "k": 8, **fields}), CPU, 1 << 26)
         checks = ways_of_use.WaysOfUse(data, bound, True, baseline)
         assert checks.every_form()[0] is checks
-        assert checks.every_form()[1:] == checks.every_form()[1:]  # made once
+        assert checks.every_form()[1:] == checks.every_form()[1:]  # the forms are made once
         return len(checks.every_form())
 
     assert count() == 2
@@ -581,7 +582,7 @@ def test_a_launchers_source_has_a_plan_for_each_signature(monkeypatch: pytest.Mo
     plans = {given: source(a, b, None, None, 1.0, torch.empty(4, 8))[0] for given in "x"}
     assert plans == {"x": "plan"}
     for out in (torch.empty(4, 16)[:, :8], torch.empty(33)[1:].view(4, 8)):
-        assert source(a, b, None, None, 1.0, out) == "run"  # a call's plan takes no such output
+        assert source(a, b, None, None, 1.0, out) == "run"  # a plan refuses such an output
 
 
 def test_results_of_n_d_operands_have_the_shape_of_the_call() -> None:
@@ -614,7 +615,7 @@ def test_the_error_of_a_launcher_is_its_largest(errors: list[float], found: floa
 )  # fmt: skip
 @pytest.mark.parametrize("into", [True, False])
 def test_a_folded_launcher_has_n_d_operands(batch: int, shapes: list[Any], into: bool) -> None:
-    """Of a batch b has the dimensions too. An output is the caller's own."""
+    """For a batch, b also has the leading dimensions. A given output is returned itself."""
     given: list[Any] = []
 
     def launch(a: Any, b: Any, bias: Any, residual: Any, alpha: float, out: Any) -> Any:
@@ -792,7 +793,7 @@ def test_an_exception_that_ends_generators_does_not_end_a_tuning(kind: type[Base
     [
         (lambda t: None, False),
         (lambda t: t.clone().zero_(), False),
-        (lambda t: t.add_(0), True),  # which a backward pass finds by the version
+        (lambda t: t.add_(0), True),  # a backward pass detects this by the version
         (lambda t: t.requires_grad_(), True),
         (lambda t: setattr(t, "data", t.clone()), True),
         (lambda t: setattr(t, "data", t.data.double()), True),
@@ -834,7 +835,7 @@ def test_a_launch_leaves_its_arguments_as_they_were(name: str, change: Any, seen
 def test_operands_of_a_piece_take_so_much_memory(
     monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], room: int
 ) -> None:
-    """In fp64, unless they have 64 rows or columns; and no piece is smaller than it has to be."""
+    """Pieces in fp64 are as large as memory allows, and at least 64 rows and columns."""
     instance = problem(**{"m": 700, "n": 500, "k": 200, **fields})
     sizes: list[tuple[int, int]] = []
 
@@ -883,7 +884,7 @@ def test_samples_of_group_sizes_alternate_between_two_distributions(
 @pytest.mark.parametrize(("text", "linear"), [("identity", True), ("silu", False)])
 @pytest.mark.parametrize("dtype", [HALF, torch.bfloat16, F32])
 def test_magnitudes_of_operands_and_of_alpha(dtype: Any, text: str, linear: bool) -> None:
-    """An epilogue saturates beyond usual products."""
+    """Alphas stay moderate if an epilogue may saturate beyond usual products."""
     one = Operand(dtype)
     instance = problem(a=one, b=one, out=one, scaled=True, epilogue=parse(text))
     plans = {plan.name: plan.recipe for plan in further_inputs.planned(instance)}
@@ -892,7 +893,7 @@ def test_magnitudes_of_operands_and_of_alpha(dtype: Any, text: str, linear: bool
         assert max(recipe.alpha, 1 / recipe.alpha) > (100 if linear else 2)
         assert linear or max(recipe.alpha, 1 / recipe.alpha) < 10
         product = recipe.values.a * recipe.values.b
-        assert 2**-9 < product <= 1  # as large as usual, or smaller by what fp16 lacks
+        assert 2**-9 < product <= 1  # usual size, or smaller where fp16 lacks range
     assert small.alpha > 1 > large.alpha
     assert small.values.a == large.values.b < 1 < small.values.b == large.values.a
     assert small.values.terms == min(1.0, small.values.a * small.values.b)

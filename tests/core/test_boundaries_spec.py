@@ -60,7 +60,7 @@ def test_the_largest_offset_that_32_bits_hold_is_not_wide(columns: bool) -> None
 
     assert not of(2**31 - 1 - 8).wide
     assert of(2**31 - 8).wide
-    # An index may address a single row by its stride.
+    # Even a single row counts its stride, since an index may multiply it.
     for stride in (2**31 - 1, 2**31):
         lone = torch.empty_strided((1, 9), (stride, 1), dtype=torch.int8, device="meta")
         assert Operand.of(lone).wide is (stride == 2**31)
@@ -74,7 +74,7 @@ def test_a_lone_row_is_aligned_whatever_its_stride_and_overlapping_rows_are_not(
     assert of(1, 3)
     assert of(1, 0)
     assert of(2, 16)
-    assert not of(2, 8)  # each begins inside the one before, on 16 bytes
+    assert not of(2, 8)  # each row begins inside the previous one, aligned to 16 bytes
     assert not of(2, 0)
     assert not of(2, 17)
 
@@ -112,7 +112,7 @@ def test_what_moves_and_what_is_multiplied_counts_every_part() -> None:
 
 
 def test_strides_of_nothing_and_of_one_mean_nothing() -> None:
-    """Whether a result has the strides of one that a launcher allocates."""
+    """A result has default strides whatever the stride of a dimension of size 0 or 1."""
     one = problem(m=1, n=6)
     assert one.has_default_strides(torch.empty(1, 6))
     assert one.has_default_strides(torch.empty(1, 60)[:, :6])
@@ -123,7 +123,7 @@ def test_strides_of_nothing_and_of_one_mean_nothing() -> None:
 
 
 def test_shapes_of_scales_are_those_of_their_blocks() -> None:
-    """100 rows, 60 columns (120 of a gated b) and a K of 70 have blocks of 2 by 32."""
+    """Blocks of 2 × 32 scale 100 rows, 60 columns (120 for a gated b) and K = 70."""
     blocks = replace(INT8, scale=Scale((2, 32)))
     rows = replace(INT8, scale=Scale.parse("row"))
     dense = problem(m=100, n=60, k=70, a=blocks, b=blocks)
@@ -387,7 +387,7 @@ def test_memory_that_torch_keeps_unused_is_free(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_device_without_numbers_has_rates() -> None:
-    """Every estimate divides by them."""
+    """Every estimate divides by a rate, so none may be zero."""
     machine = Machine.of(DeviceFingerprint("cpu", "cpu"))
     assert machine.sms == 1
     for dtype in (FP32, BF16, torch.float64):
@@ -562,7 +562,7 @@ def test_nothing_is_measured_under_another_precision_either_way(matmul: Any) -> 
         message = f"needs another precision than is set .*fp32_precision = '{wanted}'"
         with pytest.raises(UnsupportedProblemError, match=message):
             require_precision(replace(ON_GPU, tf32=other))
-        # 16 bits have none, nor has a CPU.
+        # 16-bit dtypes and CPUs have no such precision.
         require_precision(replace(ON_GPU, a=Operand(BF16), b=Operand(BF16), tf32=other))
         require_precision(problem(tf32=other))
 
@@ -584,7 +584,7 @@ def test_autocast_rounds_what_is_added_too() -> None:
 
 
 def test_buckets_divide_all_sizes_and_are_measured_inside() -> None:
-    """Also at powers of two, where the width of buckets changes, and at nothing."""
+    """Powers of two, where the width of buckets changes, and size zero are included."""
     assert (bucket_edge(0), bucket_edge(1), probes(1), between(1)) == (1, 1, (), ())
     below, last = 1, 5 * 2**12
     for m in range(2, last + 1):
@@ -694,7 +694,7 @@ def test_work_is_resumed_when_what_it_waits_for_is_done() -> None:
         return "result"
 
     assert drained(work(), lambda: log.append("tick")) == "result"
-    # The first of two that is done ends a wait; a wait may end before.
+    # A wait ends when the first of two futures is done, or earlier.
     assert log[:3] == ["tick", "wait", "tick"]
     assert len(log) < 20
 
@@ -862,7 +862,7 @@ def test_groups_of_an_output_are_filled_up_and_lie_side_by_side() -> None:
 def test_a_query_is_reported_once_when_its_time_is_over(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(watch, "enabled", False)  # no thread: the test looks itself
+    monkeypatch.setattr(watch, "enabled", False)  # the test calls the report itself
     threads = threading.active_count()
     now = time.monotonic()
     with watch.watched(lambda: "one"), watch.watched(lambda: "two", 60.0):
@@ -873,7 +873,7 @@ def test_a_query_is_reported_once_when_its_time_is_over(
     watch._report(now + 1000)
     with pytest.raises(KeyError), watch.watched(lambda: "three"):
         raise KeyError
-    with watch.watched(lambda: str(1 / 0)):  # a plugin's name may fail too
+    with watch.watched(lambda: str(1 / 0)):  # text that names a plugin may fail, too
         watch._report(now + 1000)
     assert capsys.readouterr().err == ""
     assert not watch._running

@@ -104,7 +104,7 @@ def test_blas_and_candidates_near_the_best_stay(
 
 
 def test_the_best_config_of_each_kernel_is_a_reserve() -> None:
-    """So is its best config that relies on no promise. The limit is three times the best time."""
+    """So is its best config that relies on no promise. The limit is 3 × the best time."""
     a, b, c = (FakeKernel(name) for name in "abc")
     relying = CandidateRun(Candidate(a, Relying(tile=9)), samples=[4.0], runner=run("x", 1).runner)
     racing = [
@@ -132,7 +132,7 @@ def test_which_reserves_are_measured_inside_the_bucket(
 
 
 def test_two_configs_of_each_reduction_order_and_the_best_elsewhere_race() -> None:
-    """The expected time elsewhere is the time here, scaled by the estimates' ratio."""
+    """The expected time at another M is the time here, scaled by the ratio of estimates."""
 
     class Estimating(Summing):
         def estimate_us(self, problem: Problem, config: FakeConfig) -> float | None:
@@ -348,7 +348,7 @@ def test_a_launch_that_fails_costs_its_candidate_and_the_others_are_timed_again(
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("count", [6, 7])
 def test_the_race_has_two_rounds_if_many_stay(count: int, late: bool) -> None:
-    """BLAS and six candidates take one round."""
+    """BLAS and six candidates need one round only."""
     timer = Timer()
     kernel = FakeKernel("k")
     racing = [run("k", 10.0 + i / 100, i + 1, kernel) for i in range(count)] + [run("blas", 12.0)]
@@ -358,7 +358,7 @@ def test_the_race_has_two_rounds_if_many_stay(count: int, late: bool) -> None:
     second = (stages.SECOND, stages.SECOND_US)
     final = (stages.FINAL, 2 * stages.SECOND_US)
     assert timer.seen == ([] if late else [final] if count == 6 else [second, final])
-    # The race gives all 10 µs; after the deadline times stay. The best four stay, and BLAS.
+    # The race measures 10 µs for all; after the deadline, earlier times count. Four and BLAS stay.
     assert sorted(names(stayed).split()) == ["blas1", "k1", "k2", "k3", "k4"]
 
 
@@ -446,7 +446,7 @@ def test_a_kernel_that_lacked_memory_inside_the_bucket_is_tried_again(
 def test_blas_alone_is_timed_at_more_places_of_a_bucket(
     fields: dict[str, Any], kernels: str, more: bool | None
 ) -> None:
-    """None: the bucket has one M."""
+    """``more`` is None if the bucket has one M only."""
     instance = replace(problem(m=128), **fields)
     one = tuning(Timer(), instance)
     measured: list[dict[int, str]] = []
@@ -595,7 +595,7 @@ class Work:
 
 def test_a_slice_takes_a_share_of_the_time_since_a_tuning_waits() -> None:
     work = Work()
-    work.now = 200.0  # nothing waited meanwhile
+    work.now = 200.0  # no tuning was pending meanwhile
     work.add("a", *[()] * 9)
     assert work.resume(0.0) == []
     work.free = False  # another process measures
@@ -619,7 +619,7 @@ def test_while_a_tuning_waits_for_compilers_the_next_one_begins() -> None:
     work.add("c", ())
     assert work.resume(0.01) == ["a"]
     assert work.resume(0.01) == ["b"]
-    assert work.resume(0.01) == []  # c is the third
+    assert work.resume(0.01) == []  # only two are in progress, and c is the third
     assert work.resume(1.01) == ["a", "a ended"]  # resumed after a second without a result
     compiling.set_result(None)
     assert work.resume(0.01) == ["b", "b ended"]
@@ -653,7 +653,7 @@ def test_where_a_tuning_on_a_gpu_may_go_on(
     begun: bool, started_on: Any, here: int, capturing: bool, tf32: bool, may: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """On the GPU where it began, which is of the problem's kind, outside of a capture."""
+    """A tuning goes on only on its own GPU, of the problem's kind, and outside of captures."""
     devices = [problem().device, GPU]
     monkeypatch.setattr(background, "fingerprint", lambda device: devices[device.index])
     monkeypatch.setattr(torch.cuda, "current_device", lambda: here)
@@ -666,7 +666,7 @@ def test_where_a_tuning_on_a_gpu_may_go_on(
 def test_a_slice_on_a_gpu_is_on_the_stream_of_its_tuning_and_waits_for_launches(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The caller's own launches are not charged."""
+    """The time of the caller's own launches is not charged."""
     work, idle, used = Work(), [True], list[Any]()
 
     def synchronize() -> None:
@@ -689,7 +689,7 @@ def test_a_slice_on_a_gpu_is_on_the_stream_of_its_tuning_and_waits_for_launches(
     task = Task(problem(device=GPU), steps(), lambda: False)
     work.background.add("a", task)
     idle[0] = False
-    assert work.resume(0.01) == []  # its credit does not fill a slice
+    assert work.resume(0.01) == []  # the credit does not fill a slice
     assert work.resume(1.0) == ["a"]
     assert (task.gpu, task.stream, used) == (3, stream, [stream])
     assert work.background._credit == pytest.approx(background.SLICE)
@@ -708,7 +708,7 @@ def test_a_slice_on_a_gpu_is_on_the_stream_of_its_tuning_and_waits_for_launches(
 def test_which_times_are_charged_to_the_budget(
     rested: Any, starting: bool, at: float, rests: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Pauses of the caller and the start of compilers are not."""
+    """Pauses of the caller and the start of compile processes are not charged."""
     clock = iter([10.0, 13.0])
     monkeypatch.setattr(tuner, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     freed: list[bool] = []
@@ -827,8 +827,8 @@ KERNELS = {name: FakeKernel(name) for name in "abc"}
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
 def test_estimates_are_trusted_more_after_more_timings(count: int) -> None:
-    """A config is tried if its estimate, times the least ratio of time to estimate so far, less a
-    caution, is below the best time."""
+    """A config is tried if estimate × least ratio of time to estimate × caution is below the best
+    time."""
     assert CAUTION == (0.85, 0.9, 0.95)
     scale = CAUTION[min(count, 3) - 1] * 2.0
     kernel = FakeKernel("k", tiles=range(1, 31))
@@ -884,7 +884,7 @@ def test_variants_of_a_tile_follow_other_tiles() -> None:
 def test_after_the_deadline_each_kernel_is_asked_for_one_estimate(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Only BLAS is asked for all its configs."""
+    """Only BLAS gives estimates for all of its configs."""
     now = 0.0
     monkeypatch.setattr(candidate_launchers, "time", SimpleNamespace(monotonic=lambda: now))
     kernel = FakeKernel("k", tiles=(1, 2, 3))
@@ -912,7 +912,7 @@ def test_after_the_deadline_each_kernel_is_asked_for_one_estimate(
 def test_the_best_untried_config_of_each_kernel_is_on_record(
     relies: tuple[int, ...], known: tuple[int, ...], found: list[int]
 ) -> None:
-    """So is the best config that relies on a promise, if only others were tried."""
+    """If no tried config relies on a promise, the best one that does is recorded, too."""
 
     class Kernel(FakeKernel):
         config_type = FakeConfig
@@ -964,7 +964,7 @@ def test_a_deadline_has_passed_after_it(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def futures(**done: bool) -> dict[Any, Future[None]]:
-    """Jobs of these kernels, and whether they are compiled."""
+    """A compile job for each of these kernels, completed or pending."""
     found: dict[Any, Future[None]] = {}
     for name, ends in done.items():
         kernel = FakeBlas() if name == "blas" else FakeKernel(name)
@@ -986,7 +986,7 @@ def test_compiled_candidates_are_bound_and_after_the_deadline_only_blas() -> Non
     made._waiting |= futures(a=True, b=True, slow=False)
     waiting = {job[1].kernel.name: future for job, future in made._waiting.items()}
     found = by_name(drained(made.some()))
-    while len(found) < 2:  # a thread may end after the other
+    while len(found) < 2:  # one thread may end later
         found |= by_name(drained(made.some()))
     assert all(callable(launcher) for launcher in found.values())
     assert sorted(found) == ["a", "b"]
@@ -1024,7 +1024,7 @@ def test_which_compilations_continue() -> None:
     made = CandidateLaunchers(
         compilers, 1, None, torch.device("cpu"), None, Deadline(math.inf), dict(ahead)
     )
-    assert not made.all_compile  # nothing is waited for
+    assert not made.all_compile  # some compilations are missing
     assert made.submit([a], [c]) == [of_a]
     assert (begun, cancelled) == (["c"], [of_b])
     assert made.all_compile
@@ -1034,7 +1034,7 @@ def test_which_compilations_continue() -> None:
     assert not made.all_compile
     assert made.drop([a, b, d]) == [a]
     assert cancelled == [of_b, of_a]
-    assert made.submit([b]) != [of_b]  # it was cancelled
+    assert made.submit([b]) != [of_b]  # b was cancelled, so it is compiled again
     made.release()
     assert cancelled[2:4] == [of_c, of_d]
     assert len(cancelled) == 5
@@ -1053,7 +1053,7 @@ def test_a_chain_takes_a_quarter_of_the_memory(
 
 
 def test_copies_may_be_resident_up_to_three_times_the_l2() -> None:
-    """A weight of 1 MiB has 128 copies, and three times an L2 of 50 MiB has room for 149."""
+    """A weight of 1 MiB gets 128 copies; three times an L2 of 50 MiB holds 149."""
     gpu = replace(problem().device, type="cuda", l2=50 << 20)
     instance = problem(m=16, n=512, k=512, device=gpu)
     copies = [SimpleNamespace(b=torch.empty(1)) for _ in range(150)]
@@ -1122,7 +1122,7 @@ def test_a_thread_binds_on_the_device_of_its_tuning(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("late", [False, True])
 def test_what_another_m_shows_of_a_candidate(late: bool) -> None:
-    """A fault is the kernel's, lack of memory is the machine's. BLAS alone is not verified."""
+    """A fault counts against the kernel, a lack of memory does not. Only BLAS is not verified."""
 
     def raising(error: BaseException) -> Any:
         def fault(*_: Any) -> None:

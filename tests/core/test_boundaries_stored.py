@@ -210,7 +210,7 @@ def test_one_zero_point_may_have_any_dimensions(shape: tuple[int, ...]) -> None:
 def test_numbers_that_an_exponent_leaves_too_large_are_clamped(
     value: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before they are rounded: some releases of torch make such a number NaN."""
+    """They are clamped before rounding: some releases of torch round such a number to NaN."""
     given: list[float] = []
 
     def rounded(numbers: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -282,7 +282,7 @@ def test_between_two_versions_it_is_the_second() -> None:
 
 
 def test_groups_of_gptq_have_128_values_by_default() -> None:
-    codes = torch.arange(256 * 8, dtype=I32).view(256, 8) % 15 + 1  # with a mean of 8
+    codes = torch.arange(256 * 8, dtype=I32).view(256, 8) % 15 + 1  # their mean is 8
     qweight = words.packed(codes.t()).t().contiguous()
     qzeros = words.packed(torch.full((2, 8), 7, dtype=I32))
     found = gptq.read(qweight, qzeros, torch.tensor([[1.0] * 8, [2.0] * 8]).half())
@@ -429,7 +429,7 @@ def test_blocks_have_128_values_by_default_and_one_scale_has_none() -> None:
         assert found.dequantize().float()[ends][:, ends].tolist() == values
     rows = block_scaled.read(torch.ones(200, 256).to(E4M3), torch.ones(200, 2), (1, 128))
     assert rows.block == (1, 128)
-    with pytest.raises(ValueError, match="1x64 must have shape"):  # as is said
+    with pytest.raises(ValueError, match="1x64 must have shape"):  # the block's shape
         block_scaled.read(torch.ones(200, 256).to(E4M3), torch.ones(200, 2), (1, 64))
     assert block_scaled.read(weight, torch.ones(1, 1)).block == grids.TENSOR
 
@@ -569,7 +569,7 @@ def test_what_is_no_quantised_tensor(
 
 
 def stranger(name: str, module: str = "torchao.quantization", **fields: Any) -> Any:
-    """An object whose type has the name of another library's."""
+    """An object whose type has the name of another library's type."""
     made = type(name, (), {"__module__": module})()
     usual = {"act_quant_kwargs": None, "act_pre_scale": None, "activation_dtype": BF16}
     for field, value in (usual | fields).items():

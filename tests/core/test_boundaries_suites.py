@@ -30,7 +30,7 @@ UNCLAIMED = Traits(deterministic=False, batch_invariant=False)
 
 
 def run(check: Callable[..., None], *arguments: Any) -> None:
-    """Run a check that has something to test: one that is skipped would skip the test here."""
+    """Run a check, and fail if it skips: its skip would skip the test here."""
     try:
         check(*arguments)
     except Skipped as skipped:
@@ -47,8 +47,8 @@ def test_the_suite_poses_the_problems_of_the_table() -> None:
 
 
 class Exact(FakeKernel):
-    """The product in fp64, rounded once, plus an error that a test adds for its rows, tile and
-    run."""
+    """The product in fp64, rounded once, plus an error that a test chooses by rows, tile and number
+    of the run."""
 
     def __init__(
         self,
@@ -111,7 +111,7 @@ def test_claims_that_are_not_made_are_not_tested() -> None:
     ],
 )
 def test_configs_of_one_arithmetic_agree(tiles: Any, names: Any, found: Any) -> None:
-    """The third tile sums otherwise."""
+    """The third tile sums in another order."""
     kernel = Exact(
         lambda rows, tile, run: float(tile == 3),
         dict(zip(tiles, names, strict=True)).get,
@@ -280,7 +280,7 @@ def test_a_search_space_of_groups_is_tried_along_each_dimension() -> None:
 
     k, m, n = tried(lambda p: [])
     assert (k.along, m.along, n.along) == ("k", "m", "n")
-    assert m.bias is not None  # the most revealing
+    assert m.bias is not None  # the problem that reveals most
     assert m.groups is not None
     assert m.groups.a_index is not None
     assert k.a.layout == "col"
@@ -437,7 +437,7 @@ INF, NAN = float("inf"), float("nan")
     ],
 )  # fmt: skip
 def test_numbers_that_are_close(found: float, exact: float, passes: bool) -> None:
-    """Relative to the number and one."""
+    """Errors are relative to the number plus one."""
     checked = of_epilogue(SQUARE, points=(1.0, 2.0, 4.0))
     right = torch.arange(9.0, dtype=torch.float64).view(3, 3)
     values, numbers = right.clone(), right.clone()
@@ -525,7 +525,7 @@ def test_numbers_of_a_format(test: str, form: Format, passes: bool) -> None:
 
 
 class Shifted(Format):
-    """Scales before it shifts."""
+    """Scales before it subtracts the zero point: the wrong order."""
 
     def values(
         self, stored: Any, scale: Any = None, zero: Any = None, *rest: Any, **more: Any
@@ -561,7 +561,7 @@ def test_values_of_a_format_that_is_wrong(kind: type[Format]) -> None:
 
 
 def test_a_format_is_known_while_it_is_tested() -> None:
-    """And stays, if it was known before."""
+    """A format that was known before stays known."""
     from tmm_core.formats import FORMATS
 
     known: Any = FormatConformance.known
@@ -586,7 +586,7 @@ def test_problems_of_a_format() -> None:
 
 @pytest.mark.parametrize(("device", "bound"), [("cpu", []), ("cuda", [2, 3, 4])])
 def test_probes_are_compiled_at_once_on_a_gpu(device: str, bound: list[int]) -> None:
-    """Each problem of the class once, and none that the kernel declines."""
+    """Each problem of the class is compiled once, and none that the kernel declines."""
     made: list[int] = []
 
     class Compiled(FakeKernel):
@@ -606,6 +606,6 @@ def test_probes_are_compiled_at_once_on_a_gpu(device: str, bound: list[int]) -> 
     items += [item(Compiled, probe=problem(m=7))]
     request: Any = SimpleNamespace(session=SimpleNamespace(items=items))
     ahead: Any = KernelConformance.__dict__["_compiled_ahead"]
-    for _ in range(2):  # once for the class
+    for _ in range(2):  # the second call compiles nothing
         ahead.__wrapped__(checked, request)
         assert sorted(made) == bound

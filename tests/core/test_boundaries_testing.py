@@ -57,7 +57,7 @@ def test_the_first_problem_that_is_served_is_taken() -> None:
 
 @pytest.mark.parametrize(("slack", "passes"), [(1.0, False), (1.9, False), (2.1, True)])
 def test_a_result_is_right_within_the_tolerance_times_the_slack(slack: float, passes: bool) -> None:
-    """It is off by twice the tolerance of fp32, relative to its size and the rms of all."""
+    """The result is off by twice fp32's tolerance, relative to each element plus the rms of all."""
     checked = suite(FakeKernel("k"), slack=slack)
     tensors = _Tensors.of(checked._probe((4, 6, 8), F32), CPU)
     right = tensors.inputs.a.double() @ tensors.inputs.b.double()
@@ -142,7 +142,7 @@ def test_scales_of_a_format() -> None:
 
 
 def problems_of(name: str, device: str = "cpu") -> list[Problem]:
-    """The problems of a test of the suite."""
+    """The problems of this test of the suite."""
     made: Any = suite(FakeKernel("k"), dtypes=(torch.float16, BF16, F32), device=device)
     made._device = lambda: torch.device(device)
     return list(getattr(made, name)())
@@ -313,7 +313,7 @@ def test_problems_that_only_queries_see_are_of_every_kind() -> None:
 
 
 def test_a_suite_of_small_sizes_has_no_size_below_one() -> None:
-    """Sizes that no block divides are three below others."""
+    """The suite subtracts three from a size to get one that no block divides."""
     three = torch.float16, F32
     made: Any = suite(FakeKernel("k"), dtypes=three, size=(4, 4, 4), sizes=((1, 1, 1),))
     smaller = ("probes_of_layouts", "probes_of_batches", "probes_of_outputs", "probes_of_terms")
@@ -392,7 +392,7 @@ def test_ranks_are_listed_in_order() -> None:
 def test_explain_is_of_the_precision_that_was_asked(
     tf32: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Under which the problem is made: it is part of the problem on a GPU."""
+    """The problem is made under this precision, which is part of it on a GPU."""
     matmul = torch.backends.cuda.matmul
     before, made, seen = matmul.fp32_precision, Case.problem, list[str]()
 
@@ -424,6 +424,6 @@ def test_a_config_is_of_one_kernel(capsys: pytest.CaptureFixture[str]) -> None:
 def test_contiguous_matrices_are_aligned_if_their_sizes_are(
     layout: Any, aligned: bool, cols: int, found: tuple[str, bool]
 ) -> None:
-    """Those of a class that need not be aligned stay in it."""
+    """Matrices of a class without alignment stay in that class."""
     made = probe_problems.contiguous(problem(m=8, k=cols, a=Operand(F32, layout, aligned)))
     assert (made.a.layout, made.a.aligned) == found

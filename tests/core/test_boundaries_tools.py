@@ -354,7 +354,7 @@ def test_names_that_nothing_has_are_found(name: str, good: str, bad: str, what: 
 
 
 def test_a_kernel_is_forced_among_kernels_alone() -> None:
-    """``triton.pointwise`` may be disabled, and is no kernel of a product."""
+    """``triton.pointwise`` may be disabled, but it computes no product."""
     (fault,) = wrong({"TMM_KERNEL": "triton.pointwise"}).values()
     assert "kernel 'triton.pointwise'" in fault
 
@@ -1269,7 +1269,7 @@ def _interrupted(*_: Any, **__: Any) -> Any:
 @pytest.mark.parametrize("part", ["anatomy", "resources", "doctor", "tune"])
 @pytest.mark.usefixtures("ctrl_c")
 def test_a_faults_cause_may_be_ctrl_c(part: str) -> None:
-    """It ends the command, whatever a library makes of it."""
+    """Ctrl-C ends the command, even if a library raises another error for it."""
     kernel: Any = FakeKernel("k")
     kernel.anatomy = kernel.resources = _interrupted
     candidate = Candidate(kernel, FakeConfig())
@@ -1461,7 +1461,7 @@ def test_a_check_that_fails_is_a_problem_and_hides_no_other(
     ]  # fmt: skip
     found = doctor._examine(CPU)
     next(found)
-    found.close()  # ends no check with a finding
+    found.close()  # closing the generator adds no finding
 
 
 @pytest.mark.parametrize("wrong", [False, True])
@@ -1550,7 +1550,7 @@ def test_the_bytes_that_waves_read() -> None:
         anatomy = Anatomy(tiles=tiles, group_m=group_m, **about)
         return why.reads(replace(instance, **fields), anatomy)
 
-    # Three rows and two columns of tiles, in waves of three: of two rows and of both columns.
+    # Waves of three of the 3 × 2 tiles: each touches two rows and both columns of tiles.
     row, column = 16 * 20, 32 * 20
     found = {"rows": 2, "columns": 2, "l2_bytes": 6 * (row + column)}
     memory = 2 * (2 * row + 2 * column)
@@ -1592,7 +1592,7 @@ def test_another_gpu_needs_none_here(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Launches:
-    """First launches in another process."""
+    """Stands in for first launches in another process."""
 
     def __init__(self, device: torch.device) -> None:
         self.closed = False
@@ -1626,7 +1626,7 @@ def test_first_launches_are_in_another_process_on_request(
     assert len({id(each) for each in seen}) == 1
     assert all(isinstance(each, Launches) and each.closed for each in seen) is isolated
     assert tuner.first_launches is None
-    assert prepared == [(False, isolated)] * 9  # the next one while one is tuned
+    assert prepared == [(False, isolated)] * 9  # the next problem is prepared while one is tuned
     shown = capsys.readouterr().out.splitlines()
     assert shown[:2] == ["[ 1/10] tuned", "[ 2/10] failed"]
     seen.clear()

@@ -139,7 +139,7 @@ def test_words_of_faults_of_the_machine(text: str, cause: str | None) -> None:
 
 
 def raised_in(module: str, error: BaseException) -> BaseException:
-    """The error, raised by code of this module."""
+    """Return the error with a traceback into this module."""
     scope: dict[str, Any] = {"__name__": module, "error": error}
     exec("def fail():\n    raise error\n", scope)
     try:
@@ -205,7 +205,7 @@ class Elsewhere(FakeKernel):
 def test_the_place_of_a_fault_is_in_the_kernels_own_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A folder whose name only begins alike is another's."""
+    """Another folder whose name has the same beginning does not count."""
     module = types.ModuleType("elsewhere")
     monkeypatch.setitem(sys.modules, "elsewhere", module)
     monkeypatch.setattr(Elsewhere, "__module__", "elsewhere")
@@ -231,7 +231,7 @@ def test_the_place_of_a_fault_is_in_the_kernels_own_folder(
     outer = ValueError()
     outer.__cause__ = fails("mine", "kernel.py")
     assert place_of(kernel, outer) == f"{tmp_path}/mine/kernel.py:4"
-    module.__package__ = ""  # its folder has other modules too
+    module.__package__ = ""  # without a package, its folder may hold other modules
     assert place_of(kernel, fails("mine", "kernel.py")) == f"{tmp_path}/mine/kernel.py:4"
     assert place_of(kernel, fails("mine", "x.py")) == usual
     error: Any = ValueError()
@@ -401,7 +401,7 @@ def test_a_note_is_of_what_was_tried_last(tmp_path: Path, monkeypatch: pytest.Mo
     mine.note(key, {A}, {})
     assert mine.get(key) is None
     now[0] = "before"
-    assert not mine.changed()  # it left none untried
+    assert not mine.changed()  # the tuning left no candidate untried
     now[0] = "one"
     mine.note(key, {A, B}, {A: Left("toolchain", "x" * 5000), B: Left("passing", "p")})
     noted = mine.get(key)
@@ -503,7 +503,7 @@ def test_the_ranking_puts_those_eliminated_after_finalists_and_slower_ones_last(
 
 
 def race(**changes: Any) -> list[int]:
-    """At M = 1000 between 897 and 1024, of kernels within 15 % of each other."""
+    """Which candidates race at M = 1000, between 897 and 1024; all but one are within 15 %."""
     times = {"blas": 200.0, "a": 190.0, "b": 185.0, "c": 180.0, "far": 230.0} | changes
     candidates = [
         result(name, us, inside_us={897: us, 961: us}) for name, us in times.items() if us
@@ -513,8 +513,8 @@ def race(**changes: Any) -> list[int]:
 
 def test_so_many_race_at_an_m_that_was_never_measured() -> None:
     assert race() == [0, 3, 2]  # BLAS, c and b
-    assert race(blas=208.0) == [0, 3, 2]  # 1.155 times the best: it answers if all lose
-    assert race(b=208.0, a=208.0, blas=208.0) == []  # c alone is near
+    assert race(blas=208.0) == [0, 3, 2]  # 1.155 times the best, but the answer if all others lose
+    assert race(b=208.0, a=208.0, blas=208.0) == []  # only c is near the best time
     assert race(b=208.0, a=208.0) == [0, 3]
     assert race(a=90.0, b=95.0, c=99.0, blas=101.0, far=120.0) == []  # short calls
     assert race(a=0, b=0, c=0, far=0) == []
@@ -572,7 +572,7 @@ def test_an_activation_of_half_the_l2_rotates() -> None:
 @pytest.mark.parametrize(
     ("device", "n", "limit", "count"),
     [
-        (GPU, 2**20, 1e12, 4),  # 64 MiB each, of 240 MB
+        (GPU, 2**20, 1e12, 4),  # 64 MiB each: four exceed 240 MB
         (GPU, 2**22, 1e12, 2), (GPU, 2**24, 1e12, 2), (GPU, 64, 1e12, 128),
         (replace(GPU, l2=200 << 20), 2**20, 1e12, 10),
         (GPU, 2**20, 3 * (2**26 + 2**28), 3), (GPU, 2**20, 1.0, 1),
@@ -642,8 +642,8 @@ def test_a_copy_of_an_operand_lies_as_it_does(
 
 
 class Gpu:
-    """A GPU as a clock: a run takes its time for each copy when it is launched or replayed, and a
-    graph notes the launches of its capture."""
+    """A GPU as a clock. A launch or replay advances it by the time of a run for each copy; a graph
+    records the launches of its capture."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now, self.done, self.capturing = 0.0, list[Any](), None
@@ -727,14 +727,14 @@ def test_a_sample_is_the_time_of_a_call_in_a_chain_of_copies(
     assert timer.measure(runs, 3, copies=2, burst_us=100.0) == [[10.0] * 3, [30.0] * 3]
     assert ended == ([1] if fails else [])
     assert len(gpu.pools) == 2
-    # A chain of a takes 20 µs and is replayed five times in a sample, one of b twice; before, each
+    # In a sample the chain of a, 20 µs, is replayed five times, and that of b twice. Before, each
     # ran once by itself, and twice as a chain.
     assert Counter(gpu.done) == {
         ("a", 0): 1 + 2 + 3 * 5, ("a", 1): 2 + 3 * 5, ("b", 0): 1 + 2 + 3 * 2, ("b", 1): 2 + 3 * 2,
     }  # fmt: skip
     graphs = len(gpu.graphs)
     assert timer.measure(runs, 1, copies=2, burst_us=1.0) == [[10.0], [30.0]]
-    assert len(gpu.graphs) == graphs  # they are kept
+    assert len(gpu.graphs) == graphs  # the graphs are kept
     assert timer.measure(runs[1:], 1, copies=3, burst_us=1.0) == [[30.0]]
     assert len(gpu.graphs) == graphs + 1
     assert len(set(gpu.pools)) == (2 if fails else 1)
@@ -890,7 +890,7 @@ def test_a_first_launch_that_fails_costs_its_candidate_and_no_time_of_others() -
     errors = [each.exception() for each in waiting.values()]
     assert errors == [None, None, error, broken.exception()]
     assert deadline.at > 1e3
-    launchers._launch_first(first)  # each once
+    launchers._launch_first(first)  # each is launched once
     assert launched == ["good", "bad"]
     deadline.passed = True
     launchers._launched.clear()
@@ -1001,7 +1001,7 @@ def test_an_estimate_is_of_the_config_that_is_asked_for() -> None:
 
 @pytest.mark.parametrize("reason", ["No space left on device", "it returned NaN"])
 def test_a_wrong_answer_is_a_verdict_whatever_its_reason_says(reason: str) -> None:
-    """The reason of a failure decides whether the environment failed."""
+    """Only for failures does the reason decide whether the environment is the cause."""
     kernel = FakeKernel("k")
     for status in ("wrong", "failed"):
         run = CandidateRun(Candidate(kernel, kernel.default_config(problem())))
@@ -1033,7 +1033,7 @@ def test_the_assembler_is_the_given_one_if_it_exists(
 
 
 def test_a_module_in_the_place_of_triton_has_no_folder(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As tests and libraries put one there that looks like it."""
+    """Tests and libraries replace Triton by such modules."""
     monkeypatch.delenv("TRITON_PTXAS_PATH", raising=False)
     for spec in (None, importlib.machinery.ModuleSpec("triton", None)):
         module = types.ModuleType("triton")

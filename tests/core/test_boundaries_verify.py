@@ -17,7 +17,7 @@ from typing import Any, get_args
 
 import pytest
 import torch
-import torch._inductor.config  # sets a variable; torch imports it with its deterministic mode
+import torch._inductor.config  # its import sets a variable; torch imports it in deterministic mode
 from fakes import problem
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -134,7 +134,7 @@ def test_the_reference_of_groups_is_zero_beyond_the_last() -> None:
 @pytest.mark.parametrize("along", ["m", "n", "k", None])
 @pytest.mark.parametrize("room", [1, compare.ROOM])
 def test_the_reference_in_pieces_is_plain_mathematics(along: Any, room: int) -> None:
-    """Of three groups, one of them empty, and of less than all; or of a batch of three."""
+    """Three groups, one of them empty, end before the last row; or a batch has three products."""
     m, n, k, count = 70, 66, 9, 3
     total = {"m": m, "n": n, "k": k, None: 0}[along]
     ends = (0, total // 2, total - 2)
@@ -166,7 +166,7 @@ def test_the_reference_in_pieces_is_plain_mathematics(along: Any, room: int) -> 
 
 
 def test_an_error_is_also_relative_to_what_a_right_kernel_may_lose() -> None:
-    """The terms of a sum that cancels are rounded, and a stage may go beyond the range."""
+    """A sum that cancels has rounded terms, and a stage may exceed the dtype's range."""
     cancels = torch.tensor([[1000.0, -1000.0], [1.0, 0.0]]).half()
     ones = torch.ones(2, 1).half()
     instance = problem(m=2, n=1, k=2, a=F16, b=F16, out=F16)
@@ -189,7 +189,7 @@ def test_an_error_is_also_relative_to_what_a_right_kernel_may_lose() -> None:
 
 @pytest.mark.parametrize("terms", ["none", "residual", "weights"])
 def test_a_last_stage_beyond_the_range_may_be_inf_before_other_terms(terms: str) -> None:
-    """Torch's operators add a residual to the Inf, and multiply it by a weight of a row."""
+    """Torch's operators then add a residual to Inf, or multiply Inf by a row's weight."""
     fields: dict[str, Any] = {"residual": F16} if terms == "residual" else {}
     instance = problem(k=1, a=F16, b=F16, out=F16, epilogue=parse("relu2"), **fields)
     z = torch.tensor([[300.0, 10.0]], dtype=torch.float64)
@@ -268,8 +268,8 @@ def test_the_error_of_a_right_kernel(
 
 @pytest.mark.parametrize(("k", "rounded"), [(1, 2.0**-22), (1024, 2.0**-17), (4096, 2.0**-15)])
 def test_the_error_of_a_sum_by_its_terms(k: int, rounded: float) -> None:
-    """The rounding errors of partial sums have random signs, and truncation of many terms has one
-    sign."""
+    """Rounding errors of partial sums have random signs; truncation errors of many terms have the
+    same sign."""
     one = Operand(torch.float32)
     instance = problem(k=k, a=one, b=one, out=one)
     zero = torch.zeros(1, 1, dtype=torch.float64)
@@ -301,7 +301,7 @@ def test_sums_in_fp32_round_no_more_than_is_expected() -> None:
 def test_so_many_numbers_are_compared_in_one_piece(
     at_once: int, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A row at least."""
+    """A piece has at least one row."""
     pieces: list[int] = []
     worst = compare.worst
 
@@ -426,7 +426,7 @@ def test_the_rows_of_a_vector(step: int, strides: tuple[int, int]) -> None:
 def test_bands_are_of_whole_lines_between_their_limits(
     shape: tuple[int, int], inside: int, band: int
 ) -> None:
-    """128 rows, at least 4 KiB and at most 8 MiB."""
+    """A band has the size of 128 rows, but at least 4 KiB and at most 8 MiB."""
     held = guard_bands.with_guard_bands(memory_layout(F16, shape), CPU, 0xA5)
     assert held.words.numel() * 8 == inside + 2 * band
     assert held.tensor.storage_offset() * 2 == band
@@ -451,7 +451,7 @@ def test_a_tensor_begins_at_its_offset_behind_the_band(dtype: torch.dtype) -> No
 
 @pytest.mark.parametrize("shape", [(64, 64), (1, 1 << 12), (2, 8), (3, 64, 64)])
 def test_a_footprint_is_of_the_larger_of_both_layouts(shape: tuple[int, ...]) -> None:
-    """A single row with steps of two is longer than one with gaps."""
+    """A single row with a stride of two is longer than a row with gaps."""
     for spec in (F16, replace(F16, layout="strided", aligned=False)):
         sizes = [
             guard_bands.with_guard_bands(memory_layout(spec, shape, padded=p), CPU, 0)
@@ -482,7 +482,7 @@ def test_what_two_tensors_share() -> None:
         torch.frombuffer(held, dtype=torch.int32, count=8, offset=at) for at in (0, 32)
     )
     assert first.untyped_storage().data_ptr() + 32 == second.untyped_storage().data_ptr()
-    assert not guard_bands.overlap(first, second)  # neighbours
+    assert not guard_bands.overlap(first, second)  # they are adjacent
     assert not guard_bands.overlap(second, first)
     inside = torch.frombuffer(held, dtype=torch.int32, count=8, offset=28)
     assert guard_bands.overlap(first, inside)
@@ -513,7 +513,7 @@ def test_the_same_bits(dtype: torch.dtype) -> None:
 def test_what_is_made_within_a_limit_takes_five_eighths_of_it(
     changes: dict[str, Any], whole: bool
 ) -> None:
-    """Two sets, their expected results, both outputs and three results of a launcher."""
+    """The data: two sets, their expected results, both outputs, and three results of a launcher."""
     instance = problem(m=600, n=500, k=64, **changes)
 
     def made(limit: int) -> tuple[int, bool]:
@@ -547,7 +547,7 @@ def test_what_is_made_within_a_limit_takes_five_eighths_of_it(
 def test_one_set_with_samples_takes_five_eighths_of_the_most_memory(
     changes: dict[str, Any],
 ) -> None:
-    """Its expected results, an output and two results of a launcher."""
+    """The data: one set, its expected results, an output, and two results of a launcher."""
     instance = problem(**{"m": 600, "n": 500, "k": 4, **changes})
 
     def made(limit: int) -> tuple[int, bool]:
@@ -567,7 +567,7 @@ def test_one_set_with_samples_takes_five_eighths_of_the_most_memory(
 
 
 def test_each_argument_takes_memory_of_both_sets() -> None:
-    """Of a limit five eighths are for tensors; bands and whole lines take some more."""
+    """Tensors may take five eighths of the limit; guard bands and whole cache lines add some."""
     groups = Groups(3, "m")
     tile = replace(parse("identity"), outputs=(Port("x", "tile"),))
 
@@ -595,7 +595,7 @@ def test_two_sets_are_made_and_samples_on_request() -> None:
     assert DataSets(instance, CPU, 1 << 30)._affordable() == (2, True)
     assert DataSets(instance, CPU, 1 << 30, sampled=True)._affordable() == (1, False)
     assert DataSets(instance, CPU, 1)._affordable() == (0, False)
-    huge = problem(m=2**12, n=2**12, k=2**8 + 1)  # over 2^33 operations
+    huge = problem(m=2**12, n=2**12, k=2**8 + 1)  # more than 2^33 operations
     assert not DataSets(huge, CPU, 1 << 40)._affordable()[1]
     assert DataSets(replace(huge, k=2**8), CPU, 1 << 40)._affordable()[1]
 
@@ -712,7 +712,7 @@ def test_indices_and_weights_are_those_of_a_call() -> None:
     assert all(int(offs[-1]) == 37 and offs.dtype is torch.int32 for offs in rows.other_offs)
     plain = drawn(Groups(3, "m"), whole=True)
     assert (plain.ends[-1], plain.read, plain.given.keys()) == (40, 40, {"offs"})
-    assert drawn(Groups(3, "m"), total=4).ends[-1] == 3  # a quarter is left out, at most three
+    assert drawn(Groups(3, "m"), total=4).ends[-1] == 3  # at most 3 rows, or a quarter, in no group
     assert drawn(Groups(3, "m"), total=3).ends[-1] == 3
 
 
@@ -781,7 +781,7 @@ def test_what_no_group_reads_is_nan() -> None:
 def test_poison_of_a_dtype(dtype: torch.dtype, value: int | None) -> None:
     t = ragged_inputs.poison(torch.zeros(3, 2).to(dtype))
     at = torch.zeros(3, 2).to(dtype)
-    if not dtype.is_complex:  # no groups of complex numbers are multiplied
+    if not dtype.is_complex:  # groups of complex numbers are not supported
         ragged_inputs._poison_at(at, torch.tensor([False, True, False]))
     if value is not None:
         assert (t == value).all()
@@ -966,7 +966,7 @@ def test_no_planted_value_hides_another() -> None:
 
 def test_the_sign_of_inf_times_a_number_that_may_be_rounded_to_another_sign_is_free() -> None:
     instance = problem(m=1, n=3, k=4, epilogue=parse("swiglu"))
-    # Gates of Inf, and three numbers. The last number is small.
+    # Three gates are Inf. Their up values are numbers, the last one small.
     z = torch.tensor([[math.inf] * 3 + [2.0, -3.0, -1e-3]])
     kinds, free = nonfinite.split(nonfinite.marks(instance, z, instance.epilogue.apply(z)))
     assert kinds.tolist() == [[1, -1, -1]]
@@ -1027,7 +1027,7 @@ def test_what_a_launch_changes_is_named_and_taken_back(name: str, change: Any) -
 
 
 def test_what_a_launch_changes_for_itself_and_for_others_is_taken_back() -> None:
-    """It is launched again for the state that others share."""
+    """State that other code shares is checked by a second launch."""
     before = process_state.State(CPU)
 
     def change() -> None:
@@ -1117,7 +1117,7 @@ def test_what_a_kernel_keeps_is_no_garbage() -> None:
 
 # -- further inputs ---------------------------------------------------------------------------
 
-#: Rounds of every problem; of dense ones, of groups and of floats.
+#: Rounds that every problem has. Those below are for dense, grouped or floating-point problems.
 EVERY = {
     "other values at the same addresses", "strides of zero", "strides of zero in b",
     "rows far apart", "unusual addresses", "plain or equal tensors",
@@ -1220,7 +1220,7 @@ def test_which_values_a_problem_is_verified_on(
     plans = list(further_inputs.planned(problem(**{"a": a, "b": b, "out": out, **fields})))
     found = {re.sub(r"(alpha=-).*", r"\1", plan.name) for plan in plans}
     assert found == EVERY | further
-    assert plans[0].name == "other values at the same addresses"  # it detects a cache by address
+    assert plans[0].name == "other values at the same addresses"  # detects a cache by address
     assert len({plan.name for plan in plans}) == len(plans)
     alphas = {plan.recipe.alpha for plan in plans if plan.place != "same"}
     assert len(alphas) >= 4
@@ -1236,19 +1236,19 @@ def test_which_values_a_problem_is_verified_on(
             "unusual addresses": "no_grad",
         }  # fmt: skip
         assert plan.mode == modes.get(plan.name, "grad mode")
-        if plan.name == "large products":  # a bias and a residual are not lost beside them
+        if plan.name == "large products":  # so large that a bias and a residual still count
             assert (plan.recipe.values.terms > 50) is (out.dtype is a.dtype)
-        # A row that lies where all others do cannot be poisoned.
+        # Rows that share their memory cannot be poisoned.
         assert plan.recipe.poisoned is ("expanded" not in plan.place)
         if plan.name.startswith("group sizes"):
             assert plan.recipe.sizes == plan.name.removeprefix("group sizes: ")
-        if fields.get("scaled"):  # the alpha of an earlier launch would be wrong
+        if fields.get("scaled"):  # a kernel that keeps an earlier alpha would be wrong
             assert plan.recipe.alpha not in (1.0, data_sets.FIRST.alpha, data_sets.SECOND.alpha)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
 def test_every_kind_of_groups_is_launched(dtype: torch.dtype) -> None:
-    """All distributions of sizes and all ways of gathering."""
+    """The rounds cover all distributions of group sizes and all ways of gathering."""
     one, groups = Operand(dtype), replace(EVERYTHING, zeroed=True)
     instance = problem(a=one, b=one, out=Operand(torch.float32), groups=groups, scaled=True)
     plans = list(further_inputs.planned(instance))
@@ -1283,7 +1283,7 @@ def test_arguments_that_may_be_one_tensor(fields: dict[str, Any], found: dict[st
     instance = problem(**fields)
     assert further_inputs._aliases(instance) == found
     assert further_inputs._applies(instance, "shared") is ("b" in found)
-    assert further_inputs._alias(instance, "plain", "b") is None  # a weight of its own
+    assert further_inputs._alias(instance, "plain", "b") is None  # a separate weight
     for name in ("a", "b", "bias", "residual"):
         assert further_inputs._alias(instance, "shared", name) == found.get(name)
 
@@ -1292,7 +1292,7 @@ def test_arguments_that_may_be_one_tensor(fields: dict[str, Any], found: dict[st
 @pytest.mark.parametrize("axis", ["rows", "columns"])
 @pytest.mark.parametrize("seed", range(4))
 def test_values_are_planted_in_groups_alone(along: Any, axis: Any, seed: int) -> None:
-    """Nothing is read of an empty group, or beyond the last group."""
+    """No kernel reads operands of an empty group, or rows beyond the last group."""
     fields: dict[str, Any] = {"bias": torch.float32} if along == "m" else {}
     instance = problem(m=9, n=9, k=9, groups=Groups(3, along), residual=F32, **fields)
     rows = Rows(torch.tensor([3, 3, 5]), (3, 3, 5), 9)
@@ -1359,7 +1359,7 @@ def test_a_seed_gives_the_numbers(dtype: torch.dtype, values: dict[str, Any]) ->
     assert torch.equal(one, same)
     assert not torch.equal(one, other)
     if not (dtype.is_floating_point or dtype.is_complex):
-        least = 256 if dtype is torch.uint8 else 0  # −8 is 248 there
+        least = 256 if dtype is torch.uint8 else 0  # uint8 stores −8 as 248
         usual = {number % least if least else number for number in range(-8, 9)}
         assert (set(one.unique().tolist()) <= usual) is not values.get("whole", False)
 
@@ -1398,7 +1398,7 @@ def test_operands_of_zeros_and_whole_numbers() -> None:
         assert t.min() == 0
         zero = (lines == 0).all(-1)
         assert zero.tolist() == [place % 3 == 2 for place in range(len(lines))]
-    for first in (0, 6):  # of other pairs one is zero
+    for first in (0, 6):  # in other pairs one row is zero
         assert torch.equal(a[first], a[first + 1])
     assert not torch.equal(b[:, 0], b[:, 1])
     assert not torch.equal(a[0], a[3])
@@ -1458,8 +1458,8 @@ def test_rows_are_gathered_in_order_on_request() -> None:
 
 @pytest.mark.parametrize(("seed", "columns"), [(0, 4), (5, 4), (3, 1)])
 def test_a_flood_leaves_one_row_of_five(seed: int, columns: int) -> None:
-    """Of the other rows some are NaN and some have one Inf; a third of these are Inf alone; two of
-    seven columns of b have an Inf or a zero."""
+    """Other rows are NaN, or have one Inf; a third of the latter hold nothing but Inf. Two of seven
+    columns of b have an Inf or a zero."""
     a, b = torch.zeros(2, 31, columns), torch.ones(columns, 10)
     further_inputs._flood(a, b, seed)
     term = seed % columns
@@ -1474,7 +1474,7 @@ def test_a_flood_leaves_one_row_of_five(seed: int, columns: int) -> None:
             assert (a[:, row, term] == value).all()
             whole = row >= 12 and (row - kind) % 15 == 10
             assert (a[:, row, others] == (value if whole else 0)).all()
-        else:  # the last value, and NaN before it
+        else:  # -Inf as the last value, and NaN before it
             assert a[:, row, term - 1].isnan().all()
             assert columns == 1 or (a[:, row, term] == -INF).all()
             assert not a[:, row, [c for c in others if c != (term - 1) % columns]].any()
@@ -1491,7 +1491,7 @@ def test_a_flood_leaves_one_row_of_five(seed: int, columns: int) -> None:
     ],
 )  # fmt: skip
 def test_a_flood_is_of_weights_that_hold_inf(b: torch.Tensor) -> None:
-    """And whose elements are the terms of sums, which those of packed weights are not."""
+    """Weights stay unchanged if their dtype has no Inf, or if packing hides the terms of sums."""
     before = b.clone()
     further_inputs._flood(torch.zeros(31, 4), b, 0)
     assert torch.equal(b.float(), before.float())
@@ -1512,7 +1512,7 @@ def test_a_flood_is_of_weights_that_hold_inf(b: torch.Tensor) -> None:
 def test_which_problems_have_strides_of_zero(
     fields: dict[str, Any], expanded: bool | None, in_b: bool | None
 ) -> None:
-    """None: as their layout allows."""
+    """None: strides are zero if the layout allows."""
 
     def allows(spec: Operand, shape: Any) -> bool:
         return 0 in guard_bands.expanded_layout(spec, shape).strides
@@ -1533,8 +1533,8 @@ def test_which_problems_have_strides_of_zero(
 @pytest.mark.parametrize("cancelling", [False, True])
 @pytest.mark.parametrize("text", ["identity", "relu"])
 def test_results_that_are_judged(text: str, cancelling: bool) -> None:
-    """For unusual values the epilogue has to leave finite results in fp32 and, for sums that
-    cancel, results about as large as the sums."""
+    """Results of unusual values are judged if the epilogue leaves them finite in fp32. If sums
+    cancel, it must also leave results about as large as the sums."""
     recipe = random_inputs.Recipe(random_inputs.Values(cancelling=cancelling, a=8.0))
     instance = problem(m=2, n=2, k=2, a=F16, b=F16, out=F16, epilogue=parse(text))
     data = DataSets(instance, CPU)
@@ -1580,7 +1580,7 @@ def test_which_rounds_have_an_output_of_unusual_strides(place: Any) -> None:
 
 @pytest.mark.parametrize("place", ["apart", "near"])
 def test_a_class_that_allows_no_unusual_layout_has_its_usual_one(place: Any) -> None:
-    """Offsets beyond 32 bits take more memory than there is."""
+    """A layout with offsets beyond 32 bits would not fit in memory."""
     wide = Operand(torch.float32, wide=True)
     data = DataSets(problem(m=6, n=10, k=12, a=wide, out=wide), CPU)
     made = further_inputs.Round(data, further_inputs.Plan("x", random_inputs.Recipe(), place))
@@ -1628,7 +1628,7 @@ def test_an_8_bit_float_is_rounded_by_half_a_step(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("along", ["m", "n", "k"])
 def test_the_reference_of_scaled_groups(along: Any) -> None:
-    """Each row of a and column of b has a scale, of its group where all groups have it."""
+    """Each row of a and column of b has a scale, and one per group if all groups share the row."""
     fp8 = Operand(torch.float8_e4m3fn, scale=Scale.parse("row"))
     groups, n, k = Groups(2, along), 6, 8
     instance = problem(
@@ -1719,7 +1719,7 @@ def test_what_of_a_result_is_compared(along: Any, ends: Any, defined: tuple[int,
 
 @pytest.mark.parametrize(("m", "all_rows"), [(1, True), (66, True), (67, False), (200, False)])
 def test_samples_are_of_results_with_more_rows_than_samples(m: int, all_rows: bool) -> None:
-    """66 rows: one in each of 64 stripes, the first and the last."""
+    """Samples are 66 rows: one in each of 64 stripes, the first and the last."""
     data = DataSets(problem(m=m, n=70, k=2), CPU, 1 << 26)
     inputs = data.sets()[0].inputs
     rows, _ = data.sampled(inputs)
@@ -1738,7 +1738,7 @@ def test_every_way_of_rounding_is_distinguished_from_the_others() -> None:
     libm = ctypes.CDLL(None)
     found = []
     try:
-        for mode in (0, 0x400, 0x800, 0xC00):  # to nearest, down, up, to zero
+        for mode in (0, 0x400, 0x800, 0xC00):  # rounding to nearest, down, up, and to zero
             libm.fesetround(mode)
             found.append(process_state._rounding())
     finally:
@@ -1749,7 +1749,7 @@ def test_every_way_of_rounding_is_distinguished_from_the_others() -> None:
 
 
 def test_launches_in_the_interpreter_are_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And a launch within a launch does not wait for itself."""
+    """A nested launch does not wait for the outer one."""
     running, most = 0, 0
 
     class Executor:

@@ -149,7 +149,7 @@ BLOCKS = replace(
 
 
 def test_scales_of_blocks_are_not_for_torchs_grouped_product() -> None:
-    """Of either operand; it takes scales by row."""
+    """Torch's grouped product takes scales by row, for both operands."""
     rows = replace(EIGHT, groups=Groups(8, "m"))
     assert grouped_mm._scales_rows(rows)
     assert not grouped_mm._scales_rows(replace(rows, a=BLOCKS.a))
@@ -195,7 +195,7 @@ def test_scales_of_blocks_are_for_cublaslt_within_its_limits(
 @pytest.mark.parametrize("rows", [1, 4, 5])
 @pytest.mark.parametrize("columns", [1, 4, 6])
 def test_scales_are_column_major_without_gaps(rows: int, columns: int) -> None:
-    """Torch accepts other strides, with which cuBLASLt would read the gaps."""
+    """Torch accepts gaps between columns, but cuBLASLt would read them as scales."""
     memory = torch.rand(8, 8)
     by_row, by_column = memory[:rows, :columns], memory[:columns, :rows].t()
     for given in (by_row, by_row.contiguous(), by_column, by_row[:1].expand(rows, -1)):
@@ -213,7 +213,7 @@ def test_scales_are_column_major_without_gaps(rows: int, columns: int) -> None:
 
 @pytest.mark.parametrize("shape", [(1, 5), (5, 1), (1, 1), (2, 1, 5), (2, 5, 1)], ids=str)
 def test_a_single_row_or_column_has_a_stride_that_torch_accepts(shape: tuple[int, ...]) -> None:
-    """Torch's grouped product checks strides of dimensions of one as well."""
+    """Torch's grouped product also checks strides of dimensions of size 1."""
     *batch, rows, columns = shape
     for by_column in (False, True):
         apart = columns if by_column else rows
@@ -227,7 +227,7 @@ def test_a_single_row_or_column_has_a_stride_that_torch_accepts(shape: tuple[int
 
 @pytest.mark.parametrize("batch", [(), (2,)])
 def test_a_narrow_result_is_of_operands_as_wide_as_they_are(batch: tuple[int, ...]) -> None:
-    """1e5 and 1e-5 are not numbers of fp16; their product is."""
+    """fp16 cannot represent 1e5 and 1e-5, but it can represent their product."""
     a, b = torch.full((*batch, 3, 8), 1e5), torch.full((*batch, 8, 4), 1e-5)
     y = tmm_core.matmul(a, b, out_dtype=FP16, kernel="blas")
     assert torch.equal(y, torch.full((*batch, 3, 4), 8.0, dtype=FP16))
@@ -284,7 +284,7 @@ def test_unaligned_rows_multiply_at_a_fraction_of_the_rate() -> None:
 
 
 def launched(dtype: torch.dtype, zeroed: bool, **terms: Any) -> torch.Tensor:
-    """Rows of two groups and two of none, by the baseline."""
+    """The baseline's result for two groups, and for two rows of no group."""
     torch.manual_seed(0)
     a, b = torch.randn(8, 16).to(dtype), torch.randn(2, 16, 8).to(dtype)
     a[6:] = torch.nan
@@ -300,7 +300,7 @@ def launched(dtype: torch.dtype, zeroed: bool, **terms: Any) -> torch.Tensor:
 def test_terms_of_another_dtype_are_added_without_a_rounding_between(
     epilogue: str, dtype: torch.dtype
 ) -> None:
-    """In place if the product's dtype can hold the sum, and never in a narrower dtype."""
+    """The sum is in place if the product's dtype can hold it, and never in a narrower dtype."""
     text = parse(epilogue or None).interned() if epilogue else ""
     residual, weights = torch.randn(8, 8), torch.rand(8)
     y = launched(dtype, True, epilogue=text, residual=residual, out_weights=weights)
@@ -312,7 +312,7 @@ def test_terms_of_another_dtype_are_added_without_a_rounding_between(
 
 
 def test_a_bias_of_the_last_group_serves_rows_beyond_it() -> None:
-    """They are of no group, and index no bias that there is not."""
+    """Rows beyond the last group take its bias, since an index beyond it would be out of range."""
     bias = torch.randn(2, 8)
     y = launched(FP32, True, bias=bias)
     torch.testing.assert_close(y[:6], launched(FP32, True)[:6] + bias[[0, 0, 1, 1, 1, 1]])
@@ -327,7 +327,7 @@ def ones_of(z: torch.Tensor) -> torch.Tensor:
 def test_zeros_beyond_the_last_group_are_not_written_to_what_an_epilogue_returns(
     terms: dict[str, Any],
 ) -> None:
-    """It may have fewer elements than its shape."""
+    """An epilogue may return an expanded tensor, with fewer elements than its shape."""
     y = launched(FP32, True, epilogue=tmm_core.Epilogue("ones", ones_of).interned(), **terms)
     expected = torch.ones(8, 8) + len(terms)
     expected[6:] = 0
@@ -336,7 +336,7 @@ def test_zeros_beyond_the_last_group_are_not_written_to_what_an_epilogue_returns
 
 @pytest.mark.parametrize("name", ["int8", "int4"])
 def test_products_of_values_have_the_rate_of_16_bits(name: str) -> None:
-    """Products of many rows are bound by arithmetic, as the dense product is."""
+    """With many rows a product of stored formats is compute-bound, like the dense product."""
     form = tmm_core.formats.named(name)
     large = replace(LAYER, m=2**16)
     scale = Scale.parse("row" if name == "int8" else "row bfloat16")
@@ -385,7 +385,7 @@ def test_weights_of_a_batch_are_a_batch_of_products_to_torch(batch: int) -> None
 
 @pytest.fixture
 def scaled_mm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """``torch._scaled_mm`` as it is on a GPU: what it multiplies, adds and refuses."""
+    """Replace ``torch._scaled_mm`` by a model of what it computes and refuses on a GPU."""
 
     def product(a: Any, b: Any, scale_a: Any, scale_b: Any, bias: Any = None, **how: Any) -> Any:
         dtype = how["out_dtype"]

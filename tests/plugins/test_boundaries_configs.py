@@ -32,7 +32,7 @@ HOPPER = {
 PINGPONG = {"schedule": "pingpong", "BLOCK_M": 64}
 THREE = {"consumers": 3, "BLOCK_M": 192}
 
-#: Each type, a config of it, changes that it accepts and changes that it refuses.
+#: A config type, one of its configs, changes that the type accepts, and changes that it refuses.
 LIMITS: list[tuple[type, dict[str, Any], list[dict[str, Any]], list[dict[str, Any]]]] = [
     (
         TileConfig, TILE,

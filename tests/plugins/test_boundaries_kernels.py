@@ -41,7 +41,7 @@ MARGIN = 4096
 
 
 class Fences:
-    """Operands, and the interpreter's accesses outside of them."""
+    """Records the interpreter's accesses outside of the operands."""
 
     def __init__(self) -> None:
         self.ranges: list[tuple[int, int]] = []
@@ -49,7 +49,7 @@ class Fences:
         self.stray: list[str] = []
 
     def matrix(self, rows: int, columns: int, dtype: torch.dtype = FP16) -> torch.Tensor:
-        """A matrix whose rows start at multiples of 16 bytes and whose last ends its memory."""
+        """A matrix whose rows start at multiples of 16 bytes, with no memory after its last row."""
         vector = 16 // dtype.itemsize
         stride = -(-columns // vector) * vector
         count = (rows - 1) * stride + columns
@@ -75,7 +75,7 @@ class Fences:
 def test_the_interpreter_does_no_work_whose_result_it_drops(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Both kinds of work together took half of a launch."""
+    """Overflow checks and listing members took half of a launch."""
     _mend()
     options = interpreter.interpreter_builder.options
     assert (options.sanitize_overflow, options.debug) == (False, False)
@@ -88,7 +88,7 @@ def test_the_interpreter_does_no_work_whose_result_it_drops(
 
 @pytest.fixture
 def fences(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fences]:
-    _mend()  # which wraps both, once in a process
+    _mend()  # wraps load and store, once in a process
     made, builder = Fences(), interpreter.interpreter_builder
     load, store = builder.create_masked_load, builder.create_masked_store
 
@@ -117,7 +117,7 @@ CONFIGS = [*KERNELS.items(), (SplitK(), AHEAD), (SplitK(), replace(AHEAD, SPLIT_
 def test_nothing_is_touched_beside_an_operand(
     kernel: Any, config: Any, size: tuple[int, int, int], fences: Fences
 ) -> None:
-    """Not even by loads that are never used: the next page may not be mapped."""
+    """Even unused loads must stay inside: the next page may not be mapped."""
     m, n, k = size
     a, b = fences.matrix(m, k), fences.matrix(k, n)
     out, residual = fences.matrix(m, n), fences.matrix(m, n)
@@ -142,7 +142,7 @@ def test_the_fences_are_seen(fences: Fences) -> None:
 
 
 def test_a_batch_fills_a_gpu_as_one_product_does() -> None:
-    """Eight products of 512 columns read what one of 4096 does, by as many programs."""
+    """Eight products of 512 columns read as much as one of 4096, with as many programs."""
     config = Skinny().configs(DECODE)[0]
     one = Skinny().estimate_us(DECODE, config)
     eight = Skinny().estimate_us(replace(DECODE, n=512, batch=8), config)
@@ -160,7 +160,7 @@ def test_partial_sums_are_traffic_from_two_splits_on() -> None:
 
 
 def test_registers_hold_parts_from_two_parts_on() -> None:
-    """Addresses of parts that a program stores, and the sum over the parts before."""
+    """With several parts, registers also hold addresses of parts and the sum of earlier parts."""
     problem, tile = ask(), TILE | {"BLOCK_N": 64}
     plain = TileConfig(**tile).registers(problem)
     split = [SplitKConfig(**tile, SPLIT_K=n, SWAP=False).registers(problem) for n in (1, 2, 3)]
@@ -171,7 +171,7 @@ def test_registers_hold_parts_from_two_parts_on() -> None:
 
 
 def test_rows_of_a_box_that_are_not_there_take_time() -> None:
-    """Though fewer rows are read, and stored."""
+    """A box with fewer valid rows takes longer, although fewer are read and stored."""
     config = WarpSpecialized().default_config(ask(64, 4096, 4096))
     times = [WarpSpecialized().estimate_us(ask(m, 4096, 4096), config) for m in (36, 50, 64)]
     assert times[0] > times[1] + 0.5 > times[2] + 1
@@ -182,9 +182,9 @@ def test_warps_that_sum_other_parts_have_another_arithmetic() -> None:
         config = SkinnyConfig(BLOCK_M=16, BLOCK_N=16, BLOCK_K=step, num_stages=2, num_warps=warps)
         return Skinny().arithmetic(DECODE, config)
 
-    assert arithmetic(4, 512) != arithmetic(4, 1024)  # each warp sums 128 and 256 at a time
+    assert arithmetic(4, 512) != arithmetic(4, 1024)  # each warp sums 128 values at a time, or 256
     assert arithmetic(2, 512) != arithmetic(4, 512)
-    assert arithmetic(1, 256) == arithmetic(1, 512)  # one warp takes them all, in the same order
+    assert arithmetic(1, 256) == arithmetic(1, 512)  # one warp sums all values, in the same order
 
 
 # -- split-K ------------------------------------------------------------------------------
@@ -199,7 +199,7 @@ def test_every_range_of_k_has_a_step(k: int) -> None:
 
 
 def test_partial_sums_of_every_config_fit_the_workspace() -> None:
-    """In batch-invariant mode parts do not get fewer as M grows."""
+    """In batch-invariant mode the number of parts does not fall as M grows."""
     kernel = SplitK()
     problem = ask(8192, 8192, 65536, batch_invariant=True)
     for config in kernel.configs(problem):
@@ -259,7 +259,7 @@ def test_the_tiles_of_a_copy_cover_it(k: int) -> None:
 
 
 def test_a_copy_is_wide_by_its_own_rows() -> None:
-    """They are longer than the operand's."""
+    """Rows of the copy are longer than rows of the operand."""
     rows = 2**25 + 1
     assert not misaligned(rows - 1, 63).copied.wide
     assert misaligned(rows, 63).copied.wide
@@ -279,7 +279,7 @@ def test_a_lone_row_of_any_stride_is_copied() -> None:
 
 
 def test_a_copied_weight_is_not_read_before_it_is_copied() -> None:
-    """One that is not copied is at rest, and the copy of a is waited for."""
+    """A weight that is not copied may be read early; the kernel waits for the copy of a."""
     whole = Operand(torch.bfloat16)
     odd = replace(whole, aligned=False)
     problem = ask(16, 4096, 4096)
@@ -312,7 +312,7 @@ def test_a_band_of_tiles_is_no_higher_than_the_result() -> None:
 
 @pytest.mark.parametrize("n", [1000, 1024, 1032])
 def test_every_strip_of_a_row_has_a_place_in_the_workspace(n: int) -> None:
-    """Also of the last tile, which lies half beyond the result; and no place more."""
+    """The last tile, half beyond the result, has its place too; no other place exists."""
     plain = ask(4096, n, 4096)
     row = Port("most", "row", reduce="max", of=torch.abs)
     reduced = replace(plain, epilogue=replace(plain.epilogue, outputs=(row,)))
@@ -363,7 +363,7 @@ E4M3 = torch.float8_e4m3fn
 
 
 def on(capability: tuple[int, int], **fields: Any) -> Problem:
-    """A problem for a GPU of that capability."""
+    """A problem for a GPU of this capability."""
     return ask(device=replace(ask().device, capability=capability), **fields)
 
 
@@ -377,7 +377,7 @@ def on(capability: tuple[int, int], **fields: Any) -> Problem:
         (ask(b=LOOSE), 3 * (4096 + 8192), 64 + 64),
         (ask(a=LOOSE, b=LOOSE, epilogue="swiglu"), 3 * (4096 + 16384), 128 + 32 + 128),
         (ask(dtype=torch.float32), 3 * (8192 + 16384), 64),
-        # Two values a byte, unpacked to 16 bits beside the stages.
+        # Two values per byte; the unpacked 16-bit values need memory in addition to the stages.
         (ask(b=INT4), 3 * (4096 + 2048) + 8192, 64),
         (ask(b=INT4, epilogue="swiglu"), 3 * (4096 + 4096) + 16384, 128),
         (ask(b=GROUPED), 3 * (4096 + 2048) + 8192, 128),
@@ -394,7 +394,7 @@ def test_memory_and_registers_of_a_tile(problem: Problem, memory: int, registers
 
 
 def test_sums_over_k_that_other_kernels_share() -> None:
-    """By 16-bit tensor cores of Hopper, and in equal ranges of whole steps."""
+    """Kernels share an order if they use Hopper's 16-bit tensor cores and equal ranges of steps."""
 
     def names(problem: Problem) -> list[str | None]:
         return [reduction_order.summed(problem, splits, 32) for splits in (1, 2, 3)]
@@ -429,7 +429,7 @@ def test_sums_over_k_that_other_kernels_share() -> None:
 def test_partial_sums_are_added_in_tiles_of_a_row(
     n: int, splits: int, tile: tuple[int, int, int], in_order: bool
 ) -> None:
-    """So that their order does not change with M; up to 64 at a time."""
+    """The order of partial sums does not change with M. Up to 64 are added at a time."""
     for invariant in (False, True):
         problem = ask(7, n, 4096, batch=3, batch_invariant=invariant)
         found = reduction(problem, splits, 7 * n * 3)
@@ -438,14 +438,14 @@ def test_partial_sums_are_added_in_tiles_of_a_row(
         assert constants["IN_ORDER"] is (invariant and in_order)
         assert constants["OVERLAP"] is found.options["launch_pdl"] is True
         assert found.grid == (7, -(-n // tile[1]), 3)
-        # A row's width divides the distance of two parts.
+        # The distance between two parts is a multiple of the row's width.
         assert found.divisible.get("apart") == (8 if n % 8 == 0 else None)
     older = reduction(on((8, 0)), 2, 4096 * 4096)
     assert older.constants["OVERLAP"] is older.options["launch_pdl"] is False
 
 
 def test_rows_that_an_index_gathers_are_copied() -> None:
-    """Whole rows of 16 bytes; the copy is memory of the kernel's own."""
+    """The kernel copies whole multiples of 16 bytes into memory of its own."""
     kernel, groups = Gathered(), Groups(4, "m", torch.int64)
     rows = ask(4096, 4096, 4096, groups=groups)
     assert not kernel.reasons_against(rows)
@@ -573,7 +573,7 @@ def test_each_stream_and_each_capture_has_its_own_flags(monkeypatch: pytest.Monk
     captured = [counters() for _ in range(66)]
     assert len({t.data_ptr() for t in (first, second, *captured)}) == 68
     assert all(t.shape == (5,) for t in captured)
-    # Memory made during a capture is the graph's.
+    # Memory that is allocated during a capture belongs to the graph.
     assert [t.data_ptr() for t in Counters._captured] == [t.data_ptr() for t in captured[:64]]
     assert Counters(3)().shape == (3,)
     assert state.waits == 1
