@@ -21,8 +21,16 @@ from test_tuner import result
 from tmm_cache import CacheStore, RecordError, TuningRecord, digest
 from tmm_cache.problem_fields import ABSENT
 
-from tmm_core import Groups, PluginError, Supports, TmmWarning, Traits, UnsupportedProblemError
-from tmm_core.dispatch import deferring, invariant, lookup, measuring
+from tmm_core import (
+    Groups,
+    PluginError,
+    Supports,
+    TmmWarning,
+    Traits,
+    UnsupportedProblemError,
+    errors,
+)
+from tmm_core.dispatch import deferring, heuristic, invariant, lookup, measuring
 from tmm_core.dispatch import dispatcher as answers
 from tmm_core.dispatch.dispatcher import Dispatcher
 from tmm_core.dispatch.dry_run import dry_run
@@ -1702,3 +1710,131 @@ def test_a_config_of_an_arithmetic_is_chosen_once_for_each_m(tmp_path: Path) -> 
     assert estimated == []
     d.choose(weight_problem(49), mine)
     assert 49 in estimated
+
+
+@pytest.mark.parametrize(
+    ("verdict", "capturing", "origin", "declines", "answer"),
+    [
+        (Verdict(0.0, None), False, "cache", False, "fast"),
+        (Verdict(0.0, None), False, "forced", False, "fast"),
+        (Verdict(None, "x", unknown=True), False, "cache", False, "blas"),
+        (Verdict(None, "x", unknown=True), False, "cache", True, "fast"),
+        (Verdict(None, "x", unknown=True), False, "forced", False, "unverified"),
+        (None, True, "cache", False, "blas"), (None, True, "cache", True, "fast"),
+        (None, True, "forced", False, "unverified"),
+        (Verdict(0.0, "it is off"), False, "cache", False, "wrong"),
+        (Verdict(0.0, "it is off"), False, "forced", False, "refused"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("invariant_mode", [None, False, True])
+def test_what_answers_at_a_first_use(
+    verdict: Verdict | None, capturing: bool, origin: Any, declines: bool, answer: str,
+    invariant_mode: bool | None, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """The choice if it is right, or if BLAS cannot serve the problem; else BLAS. In batch-invariant
+    mode BLAS that is not invariant answers with a warning."""
+    traits = Traits(batch_invariant=bool(invariant_mode))
+    blas = FakeBlas(traits=traits, against=lambda problem: ["not here"] * declines)
+    d, _ = dispatcher(blas, FakeKernel("fast"))
+    asked = problem(capturing=capturing, batch_invariant=invariant_mode is not None)
+    choice = Choice(Candidate(d.registry.kernel("fast"), FakeConfig()), origin)
+    monkeypatch.setattr(d.first_use, "may_launch", lambda *_: False)
+    monkeypatch.setattr(d.first_use, "verify", lambda *_, **__: verdict)
+    launcher: Any = "launcher"
+    refused = {"wrong": answers._WrongError, "refused": PluginError}
+    warned = "a forced kernel is used unverified: fast was never verified" * (
+        answer == "unverified"
+    ) or "is served by BLAS, which is not batch-invariant" * (
+        answer == "blas" and invariant_mode is False
+    )
+    with pytest.warns(TmmWarning, match=warned) if warned else contextlib.nullcontext():
+        if answer in refused:
+            with pytest.raises(refused[answer], match="it is off"):
+                d._verified(asked, choice, launcher, settings())
+            return
+        found = d._verified(asked, choice, launcher, settings())
+    if answer == "blas":
+        assert (found.candidate.kernel.name, found.origin) == ("blas", "fallback")
+        end = ", and a CUDA graph is being captured" if capturing else ": it x"
+        assert found.reason == f"fast was never verified on this machine for M=64{end}"
+    else:
+        assert found is choice
+
+
+def test_a_forked_child_answers_nothing_by_its_parents_tunings() -> None:
+    d, _ = dispatcher(FakeBlas())
+    d.answers[problem(), settings()] = ((), ())  # type: ignore[assignment]
+    later = d.__dict__["background"] = SimpleNamespace(ended=False)
+    later.abandon = lambda: setattr(later, "ended", True)
+    lock = d._lock
+    d.after_fork()
+    assert d.answers == {}
+    assert later.ended
+    assert "background" not in d.__dict__
+    assert d._lock is not lock
+
+
+def warns(*_: Any, **__: Any) -> Any:
+    """Like a function of a plugin that leads to a warning of tmm's."""
+    errors.warn("odd")
+
+
+class Warns(Summing):
+    """Each of its functions gives a warning of tmm's."""
+
+    configs = default_config = estimate_us = bind = warns
+
+
+def test_a_warning_that_is_an_error_passes_every_guard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under ``-W error``, as in these tests. Another exception would cost its kernel or tuning."""
+
+    class Parsing(FakeConfig):
+        from_json = warns
+
+    d, later = deferred()
+    own = Warns("w", {1: "one"})
+    candidate = Candidate(own, FakeConfig())
+    edge, mine = problem(m=64), settings()
+    query = deferring.Query(problem(m=50), edge, mine, d.able(edge, mine), 0.0, None)
+    known = Choice(Candidate(query.able[0], FakeConfig()), "cache")
+    for name in ("_tune", "_racing"):
+        monkeypatch.setattr(d, name, warns)
+    monkeypatch.setattr(d, "_racers", lambda *_: dict.fromkeys(range(2)))
+    monkeypatch.setattr(d, "record_of", lambda key: None)
+    d.defer((edge, mine), query, (warns() for _ in range(1)), "no winner")
+    with monkeypatch.context() as patch:
+        patch.setattr(d, "record_of", lambda key: object())
+        with pytest.raises(TmmWarning, match=r"^odd"):
+            d.raced(query, known)
+    assert d._lock.acquire(blocking=False)
+    d._lock.release()
+    parsing = FakeKernel("p")
+    parsing.config_type = Parsing
+    choice = Choice(candidate, "heuristic")
+    calls: list[Any] = [
+        lambda: d.on_record(edge, query.able, mine, tune=True), lambda: d._tuned(query),
+        lambda: heuristic.choose(d, d._neighbours, edge, [own], "why"),
+        lambda: saving_us(d, edge, choice), lambda: d._invariance._offered(edge, [own]),
+        lambda: list(later.tasks[0].steps),
+        lambda: d.candidate(result("p", 1.0), [parsing], edge),
+    ]  # fmt: skip
+    for call in calls:
+        with pytest.raises(TmmWarning, match=r"^odd"):
+            call()
+    assert d.ended == {(query.problem, mine): ""}  # the race, which is run once
+    monkeypatch.setattr(d, "choose", lambda *_: choice)
+    with pytest.raises(TmmWarning, match=r"^odd"):
+        d._bound(edge, mine)
+    assert d.quarantined == {}
+
+
+def test_an_explanation_hangs_by_its_names(tmp_path: Path) -> None:
+    d, _ = dispatcher(FakeBlas(), FakeKernel("odd", against=lambda p: ["M is even " * 9]))
+    lines = explain_problem(d, problem(), settings(on_cache_miss="heuristic")).text(50).splitlines()
+    assert len(lines) > 9  # paths are not broken
+    assert {line[:10].strip() for line in lines} == {
+        "", "problem", "device", "chosen", "because", "record", "able", "rejected",
+    }  # fmt: skip
+    assert all(line[9] == " " != line[10] for line in lines)

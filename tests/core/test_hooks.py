@@ -273,6 +273,9 @@ def test_a_plugin_with_two_functions_of_a_hook_has_the_earlier_place() -> None:
     assert hooks.in_order("tmm_kernels", [plain, both, last]) == [both, last, plain]
     assert hooks.in_order("tmm_kernels", [last, plain]) == [last, plain]
     assert hooks.in_order("tmm_epilogues", [both]) == []
+    wrapper = Wrapper("x")
+    hooks.register(wrapper, "wrapper")
+    assert hooks.in_order("tmm_kernels", [wrapper, plain]) == [plain]
 
 
 def test_an_unmarked_function_is_the_only_fault_of_its_plugin() -> None:

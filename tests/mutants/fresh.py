@@ -558,4 +558,18 @@ FRESH = [
            "a guard keeps the variables of the frames that it looked at",
            ("tests/cache/test_cache_boundaries.py::"
             "test_a_guard_keeps_no_variables_of_the_frames_that_it_looked_at",)),
+    Mutant("fresh-warns-of-invariant-blas", "dispatch/dispatcher.py",
+           "if problem.batch_invariant and not blas.candidate.kernel.traits.batch_invariant:",
+           "if problem.batch_invariant:",
+           "BLAS that is batch-invariant is reported as not",
+           (f"{DISPATCH}::test_what_answers_at_a_first_use",)),
+    Mutant("fresh-answers-of-the-parent", "dispatch/deferring.py",
+           "        self.answers.clear()\n        if (background",
+           "        if (background",
+           "a forked child keeps interim answers whose tunings have ended",
+           (f"{DISPATCH}::test_a_forked_child_answers_nothing_by_its_parents_tunings",)),
+    Mutant("fresh-warning-taken-for-a-failed-tuning", "dispatch/measuring.py",
+           "            reraise(error)\n            self.warn_of_tuning(key", "            self.warn_of_tuning(key",
+           "a warning that is an error is taken for a failed tuning",
+           (f"{DISPATCH}::test_a_warning_that_is_an_error_passes_every_guard",)),
 ]  # fmt: skip
