@@ -424,6 +424,7 @@ def tune(
 
     Raises:
         TypeError: ``problems`` contains something else than problems.
+        UnsupportedProblemError: A dimension of a problem is 0.
     """
     given = list(problems) if isinstance(problems, Iterable) else [problems]
     if others := [type(p).__name__ for p in given if not isinstance(p, Problem)]:

@@ -193,6 +193,9 @@ def test_a_plugins_epilogue_works_in_every_command(
         (["explain", "8x8x8", "--epilogue", "silo", *CPU], "did you mean 'silu'"),
         (["explain", "8x8x8", "--dtype", "bf17"], "unknown dtype 'bf17'"),
         (["explain", "8x8x8", "--device", "abacus"], "--device abacus"),
+        (["explain", "8x8x8", "--device", "meta"], "--device meta: kernels run on cpu and cuda"),
+        (["tune", "8x8x8", "--device", "mps"], "--device mps: kernels run on cpu and cuda"),
+        (["verify", "--device", "xpu:0"], "--device xpu:0: kernels run on cpu and cuda"),
         (["tune", *CPU], "give shapes"),
         (["tune", "--suite", "round", *CPU], "unknown suite round"),
         (["tune", "--file", "/nowhere.json", *CPU], "/nowhere.json"),
@@ -661,3 +664,13 @@ def test_no_command_line_ends_in_a_traceback(
         assert "Traceback" not in capsys.readouterr().err
 
     run()
+
+
+@pytest.mark.parametrize("shape", [f"{2**64}x8x8", f"8x{10**20}x8", f"8x8x{2**70}"])
+def test_torchs_message_is_shown_without_its_frames(
+    shape: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["explain", shape, *CPU]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "frame #" not in line
+    assert len(line) < 200

@@ -624,3 +624,22 @@ def test_a_locked_store_answers_alone_in_batch_invariant_mode_too(
     with pytest.raises(CacheMissError, match="no locked record for 64×48×"):
         d.choose(problem(m=64, n=48, batch_invariant=True), settings())
     assert timer.measured == []
+
+
+@pytest.mark.parametrize("empty", [{"m": 0}, {"n": 0}, {"k": 0}, {"batch": 0}])
+@pytest.mark.parametrize("how", [{}, {"on_cache_miss": "error"}, {"batch_invariant": True}])
+def test_an_empty_product_is_blas_and_no_kernel_is_measured(
+    empty: dict[str, int], how: dict[str, Any]
+) -> None:
+    """Also where another kernel serves it: no record holds an extent of 0."""
+    fast = FakeKernel("fast", traits=Traits(batch_invariant=True))
+    d, timer = dispatcher(FakeBlas(), fast, times={"fast": 1.0})
+    instance = problem(**empty, batch_invariant="batch_invariant" in how)
+    choice, _ = d.bound(instance, settings(**how))
+    assert (choice.candidate.kernel.name, choice.origin) == ("blas", "fallback")
+    assert choice.reason == "nothing to multiply: a dimension is 0"
+    with pytest.raises(UnsupportedProblemError, match="nothing to measure: a dimension is 0"):
+        d.tune(instance, settings())
+    assert timer.measured == []
+    forced, _ = d.bound(instance, settings(kernel="fast"))
+    assert forced.candidate.kernel.name == "fast"

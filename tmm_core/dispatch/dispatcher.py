@@ -198,6 +198,8 @@ class Dispatcher(Deferring):
             self.warn_once("; ".join(unknown))
         if settings.kernel is not None:
             return self._forced(problem, settings)
+        if problem.is_empty and not self.registry.kernel(BASELINE).reasons_against(problem):
+            return self._fallback(problem, "nothing to multiply: a dimension is 0")
         if not problem.batch_invariant:
             return self._choose(problem, settings)
         plain = replace(problem, batch_invariant=False)
@@ -410,10 +412,13 @@ class Dispatcher(Deferring):
         problem, this waits for its record.
 
         Raises:
-            UnsupportedProblemError: Called inside a plugin's code, which may itself be measured.
+            UnsupportedProblemError: Called inside a plugin's code, which may itself be measured; or
+                a dimension is 0.
         """
         if settings.nested:
             raise UnsupportedProblemError("a plugin's code cannot tune: it may itself be measured")
+        if problem.is_empty:
+            raise UnsupportedProblemError(f"{problem}: nothing to measure: a dimension is 0")
         problem = replace(problem, static_weights=settings.static_weights and problem.batch == 1)
         with self._lock:
             record = None

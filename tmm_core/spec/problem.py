@@ -108,6 +108,11 @@ class Problem:
         return self.epilogue.gated
 
     @property
+    def is_empty(self) -> bool:
+        """Whether a dimension is 0: the product is empty or has no terms."""
+        return 0 in (self.m, self.n, self.k, self.batch)
+
+    @property
     def along(self) -> Literal["m", "n", "k"]:
         """The dimension whose size varies between calls, so that a record covers a range of it: the
         rows, or the ragged dimension."""

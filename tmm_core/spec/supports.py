@@ -237,7 +237,7 @@ def _matrices(supports: Supports, problem: Problem) -> Iterator[str]:
 
 
 def _sizes(supports: Supports, problem: Problem) -> Iterator[str]:
-    if 0 in (problem.m, problem.n, problem.k, problem.batch) and not supports.empty:
+    if problem.is_empty and not supports.empty:
         yield "nothing to multiply: a dimension is 0"
     if supports.batch is not None and problem.batch > supports.batch:
         yield f"batch {problem.batch} exceeds {supports.batch}"

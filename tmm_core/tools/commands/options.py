@@ -27,7 +27,8 @@ def usage(what: str = "", *kinds: type[Exception]) -> Iterator[None]:
         yield
     except mistakes as error:
         advice = "; pip install 'tmm-core[bench]'" if isinstance(error, ImportError) else ""
-        raise UsageError(f"{what}{': ' if what else ''}{error}{advice}") from error
+        text = next(iter(str(error).splitlines()), "")  # torch adds the frames of its C++ code
+        raise UsageError(f"{what}{': ' if what else ''}{text}{advice}") from error
 
 
 def add_device(parser: argparse.ArgumentParser) -> None:
@@ -111,6 +112,8 @@ def device(options: argparse.Namespace) -> torch.device:
         chosen = torch.device(text)
     except RuntimeError as error:
         raise UsageError(f"--device {text}: {str(error).splitlines()[0]}") from None
+    if chosen.type not in ("cpu", "cuda"):
+        raise UsageError(f"--device {text}: kernels run on cpu and cuda")
     if chosen.type == "cuda":
         if not has_gpu:
             raise UsageError(
