@@ -980,6 +980,7 @@ def test_an_adopted_record_that_is_stored_is_not_written_again(
     record = recorded(problem(), result("fast", 5.0))
     d.adopt(DEVICE, record)
     assert d.record_of(problem()) == record
+    assert [each.record for each in CacheStore(tmp_path).summaries()] == [record]
     monkeypatch.setattr(d.store, "save", lambda *_, **__: pytest.fail("written again"))
     d.adopt(DEVICE, record)
 
@@ -1838,3 +1839,68 @@ def test_an_explanation_hangs_by_its_names(tmp_path: Path) -> None:
         "", "problem", "device", "chosen", "because", "record", "able", "rejected",
     }  # fmt: skip
     assert all(line[9] == " " != line[10] for line in lines)
+
+
+def test_a_call_does_not_measure_what_this_machine_cannot_try(tmp_path: Path) -> None:
+    d, timer = dispatcher(
+        FakeBlas(), FakeKernel("left", traits=Traits(batch_invariant=True)), root=tmp_path
+    )
+    edge, mine = problem(), settings()
+    for key in (edge, replace(edge, batch_invariant=True)):
+        d.store.save(DEVICE.gpu, DEVICE.environment, recorded(key, result("blas", 9.0)))
+        d.untried.note(key, set(), {("left", "1"): Left("passing", "no memory")})
+        able = d.able(key, mine)
+        assert d.missing(key, able, d.record_of(key)) == []
+        with (
+            pytest.warns(TmmWarning, match="no memory") if key is edge else contextlib.nullcontext()
+        ):
+            assert d.on_record(key, able, mine, tune=True) == d.record_of(key)
+    assert d.choose(edge, mine).candidate.kernel.name == "blas"
+    assert timer.measured == []
+    d.tune(edge, mine)
+    assert set(timer.measured) >= {"left"}
+
+
+@pytest.mark.parametrize(
+    ("tune", "force", "compiled"),
+    [(True, False, [16, 64, 64, 256, 256]), (True, True, []), (False, False, [])],
+)
+def test_rungs_are_compiled_ahead_of_a_measurement(
+    tune: bool, force: bool, compiled: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In order, one ahead. What is forced is compiled when it is measured."""
+    kernel = Summing("k", {1: "one"})
+    d, _ = dispatcher(FakeBlas(), kernel)
+    known = {16: 5.0, 64: 6.0, 256: 7.0}
+    ahead: list[int] = []
+    asked: list[Any] = []
+
+    def on_record(key: Problem, able: Any, settings: Any, tune: bool, force: bool) -> Any:
+        asked.append((key.m, tune, force))
+        return recorded(key, result("k", known[key.m], config={"tile": 1}))
+
+    monkeypatch.setattr(d._invariance, "_on_record", on_record)
+    monkeypatch.setattr(d._invariance, "_prepare", lambda rung, able: ahead.append(rung.m))
+    monkeypatch.setattr(
+        d._invariance._host, "candidate", lambda *_: Candidate(kernel, FakeConfig())
+    )
+    rungs: list[Any] = [(weight_problem(m), [kernel]) for m in known]
+    assert d._invariance._measured(rungs, settings(), tune, force) == "one"
+    assert asked == [(m, tune, force) for m in known]
+    assert ahead == compiled
+
+
+@pytest.mark.parametrize(("mode", "raced"), [("tune", True), ("background", False)])
+def test_a_choice_lasts_once_its_race_is_run(
+    mode: Any, raced: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A race in the background may still replace it."""
+    d, _ = dispatcher(FakeBlas(), FakeKernel("fast"), root=tmp_path)
+    record = recorded(problem(m=64), result("fast", 5.0, config={"tile": 1}), result("blas", 9.0))
+    d.store.save(DEVICE.gpu, DEVICE.environment, record)
+    monkeypatch.setattr(d, "raced", lambda query, choice: raced)
+    for m in (64, 50):
+        choice = d.choose(problem(m=m), settings(on_cache_miss=mode))
+        assert (choice.origin, choice.lasting) == ("cache", raced)
+    quiet = d.choose(problem(), settings(on_cache_miss="heuristic"))
+    assert quiet.lasting  # nothing is measured for it

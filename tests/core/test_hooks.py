@@ -285,3 +285,25 @@ def test_an_unmarked_function_is_the_only_fault_of_its_plugin() -> None:
 
     (fault,) = Registry().hooks.register(Only(), "only")
     assert fault.startswith("its function tmm_kernels lacks @tmm_core.hookimpl")
+
+
+def test_an_interrupted_hook_is_not_called_again() -> None:
+    called: list[str] = []
+
+    class Interrupted:
+        @hookimpl
+        def tmm_kernels(self) -> list[Any]:
+            called.append("kernels")
+            if len(called) == 1:
+                raise KeyboardInterrupt
+            return [FakeKernel("k")]
+
+    own = Interrupted()
+    hooks = Registry().hooks
+    hooks.register(own, "own")
+    hooks.register(Wrapper("x"), "wrapper")
+    with pytest.raises(KeyboardInterrupt):
+        hooks.call("tmm_kernels", own)
+    assert len(called) == 1
+    things, failed = hooks.call("tmm_kernels", own)
+    assert ([each.name for each in things], failed) == (["k"], [])
