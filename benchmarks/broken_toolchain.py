@@ -19,7 +19,7 @@ from typing import Any
 
 M, K, N = 7, 2880, 4096
 
-#: What each process does; prints one JSON object.
+#: The program of each process. It prints one JSON object.
 CHILD = """
 import json, sys, time, warnings
 import torch

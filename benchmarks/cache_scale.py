@@ -65,7 +65,7 @@ def timed(title: str, bar: float, run: Callable[[], object]) -> None:
     started, before = time.perf_counter(), os.times()
     run()
     took, after = time.perf_counter() - started, os.times()
-    # Of this process and its children: the time without the effect of other processes.
+    # CPU time of this process and its children, which other processes do not lengthen.
     busy = sum(after[:4]) - sum(before[:4])
     verdict = "ok" if took <= bar else "by CPU" if busy <= bar else "MISSED"
     load = os.getloadavg()[0]

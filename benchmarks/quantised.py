@@ -237,7 +237,7 @@ def of_two_in_8_bits(m: int, n: int, k: int, device: torch.device) -> Problem:
 def of_experts(
     name: str, mixture: Mixture, tokens: tuple[int, ...], device: torch.device
 ) -> Iterator[Problem]:
-    """Both grouped products of a mixture's experts, some of which get more tokens."""
+    """Both grouped products of a mixture's experts; some experts get more tokens than others."""
     sizes = {
         "up": (2 * mixture.between, mixture.hidden), "down": (mixture.hidden, mixture.between)
     }  # fmt: skip

@@ -34,7 +34,7 @@ _program = "tmm"
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse with one-line errors, and less to write."""
+    """argparse with one-line errors and shorthands for common options."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(MISTAKE, f"{self.prog}: {printable(message)}\n")

@@ -1,7 +1,7 @@
 """Guards around other people's code and texts, and warnings that point at the user's line.
 
 tmm runs code of plugins and opens files of anybody. A failure there costs a feature, never the
-matmul. An exception that interrupts the process, such as Ctrl-C, passes all the same.
+matmul. An exception that interrupts the process, such as Ctrl-C, still propagates.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def printable(text: str) -> str:
     return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
 
 
-# -- exceptions that are nobody's fault here ---------------------------------------------
+# -- exceptions that are raised again ----------------------------------------------------
 
 
 def reraise(error: BaseException) -> None:
@@ -133,7 +133,7 @@ def _must_reraise(error: BaseException, frames: Sequence[FrameType]) -> bool:
 
 
 class suppress:  # noqa: N801  # used like contextlib.suppress
-    """``contextlib.suppress``, for faults alone: what :func:`reraise` raises passes.
+    """``contextlib.suppress`` for faults only: exceptions that :func:`reraise` raises propagate.
 
     ``TimeoutError`` of a SIGALRM handler is an ``OSError`` too.
     """

@@ -99,6 +99,6 @@ def of_blocks(scale: Tensor) -> Tensor:
 
 
 def _release(cuda: str) -> tuple[int, ...]:
-    """``(13, 0)`` of ``"13.0"``; nothing if it is unknown."""
+    """``(13, 0)`` for ``"13.0"``; empty if the release is unknown."""
     parts = cuda.split(".")[:2]
     return tuple(map(int, parts)) if all(part.isdecimal() for part in parts) else ()

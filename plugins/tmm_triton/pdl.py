@@ -2,9 +2,9 @@
 
 ``""``: no overlap. ``"wait"``: wait for the previous launch before touching memory. ``"l2"``:
 before the wait, prefetch the first part of b into L2, which is safe even if b is being written.
-``"b"``: before the wait, load it, relying on the caller's promise.
+``"b"``: before the wait, load that part, relying on the caller's promise.
 
-None is always best. In a chain on an H100, ``"wait"`` saved 0.7 of 14 µs at 16×4096², where 128
+No value is always best. In a chain on an H100, ``"wait"`` saved 0.7 of 14 µs at 16×4096², where 128
 tiles are about one per SM. It cost 1.7 µs on top of 20 at 1×5120², where there are 80 tiles.
 """
 
@@ -19,9 +19,9 @@ from tmm_core.triton import SEARCH_LIMITED, reraise
 
 C = TypeVar("C", bound=Config)
 
-#: Maximum number of rows for which it is tried.
+#: Maximum number of rows for which overlap is tried.
 FEW_ROWS = 128
-#: Configs whose variants with ``early`` are tried: the best tile does not depend on it.
+#: Number of configs whose ``early`` variants are tried: the best tile does not depend on it.
 _EARLY_TRIED = 2
 
 

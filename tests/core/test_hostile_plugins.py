@@ -252,7 +252,7 @@ for _name, _value in {
     if _name not in ("2**70", "a hostile float"):
         METHODS[f"estimate_us gives {_name}"] = "estimate_us", gives(_value)
     METHODS[f"workspace_bytes gives {_name}"] = "workspace_bytes", gives(_value)
-# As the environment's faults, of which there is another warning where compiling raises them.
+# Like faults of the environment, for which methods that compile give another warning.
 for _method in ("configs", "estimate_us", "workspace_bytes"):
     for _name, _error in {
         "FileNotFoundError": FileNotFoundError(2, "No such file or directory", "table.json"),

@@ -279,8 +279,8 @@ def test_wrong_outputs_are_seen(spoil: Any, message: str, sampled: bool) -> None
 
 
 class Elsewhere(Spoilt):
-    """Its outputs are wrong in launches of which ``wrong``, a function of a, b, alpha and the
-    outputs, is true."""
+    """Outputs are wrong in launches for which ``wrong`` returns True, given a, b, alpha and the
+    outputs."""
 
     def __init__(self, wrong: Callable[..., bool]) -> None:
         super().__init__(lambda outputs, y: [t.add_(1) for t in outputs if self._is_wrong])

@@ -699,7 +699,7 @@ def test_a_store_around_an_output_is_seen(layout: str, place: str) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts_are_what_their_names_say(layout: str) -> None:
-    """Of tensors that lie as the problem's matrices do, with their sizes and contiguous."""
+    """A layout's tensors belong to its class; the suite's default probe is contiguous."""
     base = laid(Operand(torch.float16), layout)
     for shape in ((48, 80), (5, 7)):
         t = torch.empty(200_000, dtype=torch.float16)

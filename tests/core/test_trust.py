@@ -458,7 +458,7 @@ def test_deterministic_mode_has_its_own_verification(
 
 @pytest.mark.parametrize("height", [192, 256, 320, 384, 512])
 def test_sizes_of_one_class_fill_a_tall_tile_alike(height: int) -> None:
-    """For any name of the config's field. Other numbers of a config add no classes."""
+    """The name of the config's field does not matter. A config's other numbers add no classes."""
     filled: dict[str, set[int]] = {}
     for m in range(1025, 8193):
         key = first_use.size_class(m, {"rows": height, "on": True, "name": "x", "K": 1024})

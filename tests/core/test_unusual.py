@@ -240,7 +240,7 @@ class Own(Tensor):
 
     numbers: Tensor
     takes = (torch.matmul, F.linear)
-    #: What it answers to other operators: an exception, or NotImplemented, which torch raises.
+    #: The answer to other operators: an exception to raise, or NotImplemented.
     answer: Any = NotImplemented
 
     @staticmethod

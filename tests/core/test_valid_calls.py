@@ -225,7 +225,7 @@ def test_nothing_is_cast_where_out_gives_the_dtype(case: str) -> None:
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float16])
 def test_mapped_calls_are_cast_as_others(dtype: torch.dtype) -> None:
-    """Torch calls the rules of transforms before that of autocast."""
+    """Torch calls the rules of transforms before the rule of autocast."""
     a, b, bias = full(2, 3, 8), randn(8, 6), full(2, 6)
     with torch.autocast("cpu", dtype):
         wanted = torch.stack([torch.addmm(c, x, b) for x, c in zip(a, bias, strict=True)])

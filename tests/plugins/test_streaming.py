@@ -155,7 +155,7 @@ def scatter(pointer: Pointer, values: np.ndarray, mask: np.ndarray) -> None:
 
 
 def decoder(form: str) -> Any:
-    """What a word decoder's PTX does, by shifts: a word's values as pairs of 16-bit numbers."""
+    """Compute by shifts what a decoder's PTX does: unpack a word into pairs of 16-bit numbers."""
 
     def decode(program: str, constraints: str, words: list[Tile], **_: Any) -> list[Tile]:
         per = 2 * constraints.count("=r")

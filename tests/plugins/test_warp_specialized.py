@@ -736,7 +736,7 @@ def test_layouts_and_epilogues(
 def test_scales_of_blocks(
     consumers: int, pingpong: bool, ways: dict[str, Any], blocks_of: tuple[int, int, int]
 ) -> None:
-    """For any columns that share a scale, and any first step of a block."""
+    """Any number of columns may share a scale, and a block may begin at any step."""
     for seed, k in enumerate([1, 2, 3, 8, 11]):
         out, expected = computed(
             seed, k=k, consumers=consumers, pingpong=pingpong, layout="nt", extras=True,
@@ -1384,7 +1384,7 @@ def test_builtin_epilogues_are_served() -> None:
 
 @pytest.mark.parametrize("sms", [132, 114, 78])
 def test_blocks_need_no_further_wave_and_come_in_fours(sms: int) -> None:
-    """The number of blocks is a multiple of four, or that of all SMs. A single wave has one block
+    """The number of blocks is a multiple of four, or the number of SMs. A single wave has one block
     per tile."""
     for m in (1, 64, 65, 1000, 4864, 5000, 6000, 8191, 16384):
         instance = problem(m=m, n=8192, k=512, device=dataclasses.replace(H200, sm_count=sms))

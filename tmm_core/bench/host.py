@@ -33,7 +33,7 @@ def measure(device: torch.device, *, tune: bool = True, budget: float | None = N
     """Median host cost in µs per call of equivalent torch and tmm calls.
 
     Args:
-        tune: Tune the three problems first, so that tmm launches the kernels it would in use.
+        tune: Tune the three problems first, so that tmm launches the kernels that it would use.
         budget: Seconds of tuning per problem; None: the settings' value.
     """
     call = Case(m=SIZE, n=SIZE, k=SIZE, bias=True).call(device)

@@ -78,9 +78,9 @@ def sections(results: Results) -> Iterator[Section]:
         failed = [line(document) for document in members if "times" not in document]
         yield Section(suite, columns, rows, lines=failed, detail=suite != SWEEP)
     for suite in dict.fromkeys(document["suite"] for document in results.regrets):
-        said = suite.replace("random", "random M, weight and epilogue")
+        title = suite.replace("random", "random M, weight and epilogue")
         documents = [document for document in results.regrets if document["suite"] == suite]
-        yield Section(said, REGRET_COLUMNS, regrets(documents))
+        yield Section(title, REGRET_COLUMNS, regrets(documents))
     if results.host is not None:
         host = results.host
         chosen = ", ".join(f"{what}: `{kernel}`" for what, kernel in host["kernels"].items())

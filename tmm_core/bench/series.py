@@ -59,8 +59,8 @@ def combined(
         fixed = [(name, value) for name, value in common.items() if name in fields]
         swept = [[(name, v) for v in values] for name, values in sweeps.items() if name in fields]
         for point in itertools.product(*swept):
-            said = " ".join(f"{name}={value}" for name, value in point)
-            found.append(Series(f"{kernel} {said}".rstrip(), kernel, (*fixed, *point)))
+            text = " ".join(f"{name}={value}" for name, value in point)
+            found.append(Series(f"{kernel} {text}".rstrip(), kernel, (*fixed, *point)))
     return found
 
 

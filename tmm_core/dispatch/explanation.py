@@ -109,16 +109,16 @@ class Explanation:
     def text(self, width: int = console.PIPED) -> str:
         """The text of ``str()``, in lines of at most ``width`` columns."""
         lines = []
-        for name, said in self._facts():
-            lines += console.paragraph(f"{name:<10}{said}", width, hanging=10)
+        for name, text in self._facts():
+            lines += console.paragraph(f"{name:<10}{text}", width, hanging=10)
         if self.record is not None:
             columns, rows = _measurements(self.record)
             shown: list[tuple[str, ...] | str] = []
             for *cells, config, note in rows:
                 shown += [tuple(cells), "; ".join(filter(None, (config, note)))]
             lines += console.table(columns[:-2], shown, width, right=columns[1:-2])
-        for name, said in self._others():
-            lines += console.paragraph(f"{name:<10}{said}", width, hanging=10)
+        for name, text in self._others():
+            lines += console.paragraph(f"{name:<10}{text}", width, hanging=10)
         return "\n".join(lines)
 
     def _facts(self) -> Iterator[tuple[str, str]]:

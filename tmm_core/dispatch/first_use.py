@@ -1,10 +1,15 @@
 """Decides which choices were verified on this machine, and verifies all others at their first use.
 
-A tuning verifies its winner at the edge of a bucket. Any other kernel is compared with samples of
-a reference before its first result is used: if it is forced or untuned; if another one won its
-tuning; if its record came with a package, an image or an archive; and at every size
-(:func:`size_class`) at which it was not verified before. Stamps in the cache say to later processes
-what was verified. A tuning record does not count, since anybody may have written it.
+A tuning verifies its winner at the edge of a bucket. In all other cases a kernel is compared with
+samples of a reference before its first result is used:
+
+- it is forced or untuned;
+- another kernel won its tuning;
+- its record came with a package, an image or an archive;
+- no size of this class (:func:`size_class`) was verified before.
+
+Stamps in the cache record for later processes what was verified. A tuning record does not count,
+since anybody may have written it.
 """
 
 from __future__ import annotations

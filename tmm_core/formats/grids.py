@@ -26,7 +26,7 @@ Kind = Literal["tensor", "row", "group", "block"]
 #: The dtype of scales that are exponents (E8M0): 2^(x − 127), and NaN for 255. Torch's
 #: float8_e8m0fnu is passed as this one, which every torch and Triton can read.
 EXPONENT = torch.uint8
-#: Both dtypes; an older torch lacks the second.
+#: Both dtypes of exponents; an older torch lacks the second.
 EXPONENTS = {EXPONENT, getattr(torch, "float8_e8m0fnu", EXPONENT)}
 
 
@@ -60,10 +60,10 @@ def parse(text: str) -> Block:
 
 
 def block_of_call(group: int | None, block: Sequence[int] | None) -> Block | None:
-    """The block that a caller names, as such or as a group; None: neither.
+    """The block that a caller names as ``block`` or as ``group``; None if neither is given.
 
     Raises:
-        ValueError: Both are named, or the block has not two sizes.
+        ValueError: Both are given, or the block does not have two sizes.
         TypeError: A size is no integer.
     """
     if group is None and block is None:
@@ -128,7 +128,7 @@ def combined(
     """``function(values, part)``, where each element of ``part`` goes with a block of values.
 
     Args:
-        values: ``[…, rows, columns]``; of one dimension, with K along it.
+        values: ``[…, rows, columns]``, or one dimension, along K.
         part: The grid, with as many dimensions; scales of a tensor or row need only broadcast.
         along: The dimension of K, -1 or -2; the other one is ``outer``.
     """

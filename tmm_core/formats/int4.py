@@ -1,6 +1,6 @@
 """4-bit integers with a scale, and perhaps a zero point, for each group of values along K.
 
-Two are in a byte, the one of lower K in the low bits. Without zero points 8 stands for zero.
+A byte holds two values, the one of lower K in the low bits. Without zero points 8 stands for zero.
 """
 
 from __future__ import annotations

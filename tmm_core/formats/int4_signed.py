@@ -1,6 +1,6 @@
 """4-bit integers in two's complement, as torchao's ``Int4Tensor`` stores weights.
 
-Two are in a byte, the one of lower K in the low bits.
+A byte holds two values, the one of lower K in the low bits.
 """
 
 from __future__ import annotations

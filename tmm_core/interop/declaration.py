@@ -122,9 +122,9 @@ def _autocast(
 
 
 def cast_first(function: Callable[[Any], Any], call: Any) -> Any:
-    """Call ``function`` with the call as the operators' rule of autocast casts it, and nothing cast
-    in it. It serves calls that are checked before torch calls that rule: under a transform, and
-    where torch's functions compute a part of them."""
+    """Cast the call as the operators' autocast rule does, and pass it to ``function`` without
+    autocast. Needed for calls that are checked before torch calls that rule: under a transform,
+    and where torch's functions compute a part of the call."""
     device = call.a.device.type
     if device not in AUTOCAST or not compat.autocasts_on(device):
         return function(call)

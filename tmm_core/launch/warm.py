@@ -247,7 +247,7 @@ def make_plan(
 
     Args:
         pose: Checks the call and returns its problem: this module's :func:`pose` for plain calls,
-            or that of :mod:`tmm_core.launch.grouped_call`.
+            or the ``pose`` of :mod:`tmm_core.launch.grouped_call`.
         waits: Wait for a lasting choice: for this process's tuning, or for another's.
 
     Raises:

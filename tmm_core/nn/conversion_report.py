@@ -138,8 +138,8 @@ class Report:
             lines[0] += f", projections of {count} attention modules joined"
         if count := kinds.count("experts"):
             lines[0] += f", {count} mixtures of experts grouped"
-        said = [(path, f"{done}: {why}" if why else done) for path, done, why in self._entries()]
-        return "\n".join([*lines, *_folded(said), *(f"  {note}" for note in self.notes)])
+        entries = [(path, f"{done}: {why}" if why else done) for path, done, why in self._entries()]
+        return "\n".join([*lines, *_folded(entries), *(f"  {note}" for note in self.notes)])
 
 
 def _folded(entries: list[tuple[str, str]]) -> list[str]:

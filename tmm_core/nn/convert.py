@@ -3,8 +3,8 @@
 All decisions are made before anything changes. Only the class of modules changes: a module, its
 parameters, buffers and hooks are the same objects as before, under the same names. A layer means
 the same to whoever calls, hooks, wraps, slices or replaces it, and activations stay where they are.
-The module that calls both computes them in one product, as long as nothing that was proven of it
-has changed (:mod:`tmm_core.nn.fused`).
+The module that calls both computes them in one product, as long as nothing that was proven about
+it has changed (:mod:`tmm_core.nn.fused`).
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def convert(
     * Every ``nn.Linear`` becomes a :class:`tmm_core.nn.Linear`, if it is of exactly that type
       (not quantised, not an adapter) and has plain parameters. So does every ``Conv1D`` of
       Transformers.
-    * If a forward applies an activation to a layer's result, and to nothing else of it, the
+    * If a forward applies an activation to a layer's result, and does nothing else with it, the
       activation is computed by the layer's kernel. This works in ``nn.Sequential``, and in any
       module whose forward takes one tensor and can be proven to do just that. The gate of a product
       that holds gate and up is fused in the same way.
@@ -162,7 +162,7 @@ class _Conversion:
             known = module in self._layers or self._path(module) in refused
             if not known and not experts.is_theirs(module):
                 self._leave(module, unreached.products(module))
-        # All is decided; from here on the model changes, and is restored if memory runs out.
+        # From here on the model changes. It is restored after an error, such as lack of memory.
         try:
             self._change()
         except BaseException:
@@ -225,7 +225,7 @@ class _Conversion:
             self._fused[module].append(change)
 
     def _project(self, module: nn.Module) -> None:
-        """Compute what an attention's forward projects of one input in one product."""
+        """Compute in one product the projections that an attention's forward makes of one input."""
         kind: Any = type(module)
         if own(kind) is not kind or module in self._classes or "forward" in vars(module):
             return

@@ -1,5 +1,5 @@
 """Transformers' ``FP8Linear``: a weight in 8-bit floats, with a scale for each block, as in
-DeepSeek-V3's checkpoints, or one in all."""
+DeepSeek-V3's checkpoints, or one scale in all."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Tensor = torch.Tensor
 
 
 def theirs() -> Any:
-    """Transformers' class; None until Transformers is imported: no model can have this layer
+    """Transformers' class; None until Transformers is imported, since no model can have this layer
     before."""
     return loaded("transformers.integrations.finegrained_fp8", "FP8Linear")
 
@@ -52,7 +52,7 @@ class FP8Product(ProductLayer):
     """Multiplies plain activations by the weight's values, or activations rounded to 8 bits, as
     Transformers' own forward does by kernels from a hub."""
 
-    #: Round activations to 8-bit floats, with scales of their own.
+    #: Whether activations are rounded to 8-bit floats, with their own scales.
     rounds_activations = False
 
     def product(self, x: Tensor, epilogue: str) -> Tensor:

@@ -1,6 +1,6 @@
 """Calls a plugin's kernel methods in one place, and checks the results.
 
-Whatever a kernel returns or raises must cost only that kernel: not the process (``sys.exit`` in a
+A kernel's results and exceptions may cost only that kernel: not the process (``sys.exit`` in a
 hook), not the call, and not the other kernels' times in the record. Results are checked against the
 limits of records (:mod:`tmm_cache.fields`). A kernel with an invalid result is set aside for the
 life of the process, with a warning that points at the faulty code. Exceptions of signal handlers
@@ -333,7 +333,7 @@ def _items(result: Any, most: int, what: str) -> list[Any]:
 
 
 def _check(accepts: Callable[[Any], bool], fault: str) -> Callable[[Any], Any]:
-    """A function that returns a result if ``accepts`` is true of it, and else raises ``fault``."""
+    """A function that returns results that ``accepts`` accepts, and raises ``fault`` for others."""
 
     def check(result: Any) -> Any:
         if not accepts(result):

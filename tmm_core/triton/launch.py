@@ -230,9 +230,9 @@ def _launcher_class() -> type:
 
 
 def _without_constants(src: ASTSource) -> Any:
-    """``src`` for Triton's launcher, without constants. Otherwise it would parse a None for each,
-    about 20 per kernel; and 3.6 compiles it and caches it by its signature, which more kernels then
-    share."""
+    """``src`` for Triton's launcher, without constants. The launcher would parse a None for each,
+    about 20 per kernel. Triton 3.6 compiles a launcher per signature, and more kernels share a
+    signature without constants."""
     reduced = copy.copy(src)
     reduced.signature = {name: kind for name, kind in src.signature.items() if kind != "constexpr"}
     reduced.constants = {}

@@ -25,7 +25,7 @@ from tmm_core.verify import compare
 from tmm_core.verify.environment_faults import Cause, cause_of, cause_of_text
 
 #: The best config of every other kernel stays on record as a reserve if it takes at most this many
-#: times the best.
+#: times the best time.
 RESERVE = 3.0
 #: Where no kernel beats BLAS at a bucket's edge, the best one is measured inside if it takes at
 #: most this many times as long.

@@ -114,7 +114,7 @@ class Host:
     def _schedule(self, job: Job) -> None:
         try:
             future = self._pool.schedule(perform, [job], timeout=job["limit"])
-        except RuntimeError:  # it broke
+        except RuntimeError:  # the pool broke
             self._pool.join()
             self._pool = self._new_pool()
             future = self._pool.schedule(perform, [job], timeout=job["limit"])
@@ -201,6 +201,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if sys.version_info < (3, 11):  # later ones are started with -P
+    if sys.version_info < (3, 11):  # newer Pythons are started with -P
         del sys.path[0]  # this file's folder
     main()

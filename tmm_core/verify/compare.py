@@ -122,7 +122,7 @@ def reference(
         rows, cols: Indices, or a slice of all.
         room: Bytes that an operand of one piece may take in fp64.
         of: Maps the epilogue's input and the result, element by element, to real numbers, which
-            are returned in fp32 in place of the result.
+            are returned in fp32 instead of the result.
     """
     dtype = _wide(problem.out.dtype) if of is None else torch.float32
     result = _zeros(problem, rows, cols, dtype, inputs.a.device)
@@ -414,7 +414,7 @@ def rms(expected: torch.Tensor) -> torch.Tensor:
 
 
 def _magnitudes(t: torch.Tensor) -> torch.Tensor:
-    """Absolute values; those of integers in fp64, since the least integer has none of its own."""
+    """Absolute values; in fp64 for integers, since the least integer's overflows."""
     return (t if t.is_floating_point() or t.is_complex() else t.double()).abs()
 
 

@@ -92,7 +92,7 @@ def expanded_layout(spec: Operand, shape: tuple[int, ...], columns: bool = False
     inputs only.
 
     Args:
-        columns: All columns of a ``strided`` tensor are one in memory, and not all elements.
+        columns: Of a ``strided`` tensor, only the columns share memory, instead of all elements.
     """
     placed = memory_layout(spec, shape, padded=True)
     *batch, rows, cols = shape
@@ -113,7 +113,7 @@ def unusual_layout(
     """Return a layout that the class ``spec`` allows, but that operands seldom have.
 
     Rows lie three times their length apart; rows of a batch's matrices alternate. Aligned addresses
-    are no multiples of 32 bytes. If ``near``, matrices have gaps, and addresses that need not be
+    are not multiples of 32 bytes. If ``near``, matrices have gaps, and addresses that need not be
     aligned are multiples of 8 bytes. Then rows also overlap, if ``overlapping`` and the class allow
     it.
     """

@@ -23,7 +23,7 @@ from tmm_cache.store import CacheStore
 
 _NUMBERS: Final = ("µs", "vs blas")
 _COLUMNS: Final = ("problem", "operands, epilogue", "kernel", *_NUMBERS, "record")
-#: Digits of a digest in a list: they tell 10,000 records apart in most cases, and fit 100 columns.
+#: Digits of a digest in a list: they mostly distinguish 10,000 records, and fit 100 columns.
 _DIGITS: Final = 6
 
 
@@ -54,7 +54,7 @@ def show(store: CacheStore, options: Namespace) -> int:
 
 def selected(roots: Sequence[Path], prefix: str | None, report: Report) -> Iterator[Summary[Brief]]:
     """The records under `roots` whose digest begins with `prefix`; None: all. Raises UsageError
-    for what begins no digest."""
+    if `prefix` cannot begin a digest."""
     if prefix is not None and not re.fullmatch(f"[0-9a-f]{{1,{DIGEST_DIGITS}}}", prefix):
         raise UsageError(
             f"record: found {prefix!r}, accepted is the beginning of a digest, like 3f9a"
