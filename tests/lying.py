@@ -470,7 +470,7 @@ class UnderAutocast(Lie):
 
 
 class UnderAutocastInInferenceMode(Lie):
-    """As in a plan that a server calls."""
+    """Wrong under autocast in inference mode, like a plan that a server calls."""
 
     lie = wrong_if(
         lambda *_: torch.is_autocast_enabled("cpu") and torch.is_inference_mode_enabled()

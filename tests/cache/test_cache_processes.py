@@ -71,7 +71,7 @@ for turn in range(20):
 def test_a_lock_that_an_exception_interrupts_is_free(
     timeout: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also while the exception is held, as an interactive Python does."""
+    """It is free even while the exception is held, as an interactive Python does."""
     acquired = filelock.FileLock.acquire
 
     def interrupted(lock: filelock.FileLock, timeout: float) -> None:

@@ -117,7 +117,7 @@ class _Seeing(torch.overrides.TorchFunctionMode):
     ids=str,
 )
 def test_a_result_is_modified_in_place_as_torchs(a: Any, b: Any, biased: bool, seen: bool) -> None:
-    """As by ``nn.ReLU(inplace=True)`` after a layer; a mode makes it the operator's."""
+    """``nn.ReLU(inplace=True)`` after a layer does so. A mode makes the result the operator's."""
     x, w, bias = leaf(*a), leaf(*b), leaf(5) if biased else None
     with _Seeing() if seen else contextlib.nullcontext():
         ours = tmm_core.matmul(x, w, bias=bias)
@@ -384,7 +384,7 @@ def test_complex_gradients() -> None:
 
 @pytest.mark.parametrize("way", ["a layer", "batches", "a transform"])
 def test_a_bias_in_fp32_is_summed_for_in_fp32(way: str) -> None:
-    """Its gradient is a sum over rows that bf16 would round, by up to 2e-3 of it."""
+    """The bias's gradient is a sum over rows. In bf16 it would be off by up to 2e-3 of itself."""
     rows, dtype = 513, torch.bfloat16
     x, w, bias = leaf(rows, 8, dtype=dtype), leaf(16, 8, dtype=dtype), leaf(16)
     bias = bias.detach().float().requires_grad_()
@@ -610,7 +610,7 @@ def test_a_pass_each_way(epilogue: Any, dtype: Any, passes: list[str]) -> None:
 
 @pytest.mark.parametrize("epilogue", ["sigmoid", "silu", "tanh", "gelu", "gelu_tanh", "softplus"])
 def test_a_derivative_errs_no_more_than_torchs(epilogue: str, passes: list[str]) -> None:
-    """Or by 2 eps at most: the digits where 1 − sigmoid(z) cancels are kept."""
+    """The error is at most torch's or 2 eps: 1 − sigmoid(z) loses no digits by cancellation."""
     ours, theirs = calls(f"scale(1)+{epilogue}")  # a stage by itself, not within the product
     z = torch.linspace(-12, 12, 4096)[None].requires_grad_()
     exact = z.detach().double().requires_grad_()

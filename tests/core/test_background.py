@@ -123,7 +123,7 @@ def test_the_first_call_answers_at_once_and_later_ones_tune(tmp_path: Path) -> N
 
 
 def test_slices_are_short_and_within_their_share() -> None:
-    """However often it is called, and after long pauses as well."""
+    """The shares hold for frequent calls and after long pauses."""
     rng = random.Random(3)
     d, timer, clock = made(*[FakeKernel(f"k{i}", tiles=(1, 2, 3, 4)) for i in range(4)])
     began, spent, calls = clock.now, 0.0, 0

@@ -64,7 +64,7 @@ def runs(*arguments: str) -> None:
 
 @pytest.mark.slow
 def test_it_answers_without_metadata(tmp_path: Path) -> None:
-    """As with the packages on PYTHONPATH."""
+    """Packages on PYTHONPATH have no metadata."""
     for package in PACKAGES:
         (tmp_path / Path(package).name).symlink_to(ROOT / package)
     runs(str(tmp_path))
@@ -175,7 +175,7 @@ def test_it_answers_where_metadata_is_damaged(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_its_entry_point_registers_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where another distribution repackages tmm."""
+    """A distribution that repackages tmm has a second entry point."""
     from tmm_blas import plugin as of_blas
 
     entries = [Entry("blas", of_blas, "tmm_blas.plugin")]

@@ -327,7 +327,7 @@ def test_rounds_follow_the_time_there_is() -> None:
 
 
 def test_a_large_product_is_captured_several_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its ratio is the median of the captures', and the report has their range."""
+    """The ratio is the median over captures, and the report shows the captures' range."""
 
     class Timer(HostTimer):
         def forget_captures(self) -> None:
@@ -474,7 +474,7 @@ def test_a_last_line_may_end_within_a_character(tmp_path: Path) -> None:
 def test_a_single_line_that_is_no_result_is_refused(
     text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It is no torn line of a killed run."""
+    """Such a line is not the torn last line of a killed run."""
     file = tmp_path / "some.jsonl"
     file.write_text(text)
     assert main(["bench", "--from", str(file)]) == 2

@@ -117,7 +117,7 @@ def test_asking_for_tuning_waits(shared: Any) -> None:
 def test_two_processes_do_not_measure_on_one_gpu(
     shared: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They would disturb each other; on two GPUs they do not."""
+    """Two processes would disturb each other on one GPU; on two GPUs they do not."""
     d, _, other = shared
     uuid = "GPU-1"
 

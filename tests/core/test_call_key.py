@@ -137,7 +137,7 @@ def turned(t: Tensor) -> Tensor:
 
 
 class Second(torch.Tensor):
-    """As if on a second device."""
+    """A tensor that claims to be on a second device."""
 
     device = torch.device("cpu", 1)
 

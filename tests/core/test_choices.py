@@ -173,7 +173,7 @@ def test_an_adopted_record_goes_before_what_was_chosen(m: int) -> None:
 
 
 def test_an_adopted_record_answers_under_capture() -> None:
-    """As on the rank that measured it, which verified the winner."""
+    """The rank that measured the record verified the winner, so it answers on all ranks."""
     d, _ = dispatcher(FakeBlas(), FakeKernel("fast"))
     d.adopt(DEVICE, record(problem(), 1, result("blas", 20.0), result("fast", 12.0)))
     choice, _ = d.bound(problem(capturing=True), settings())
@@ -222,7 +222,7 @@ H200 = replace(DEVICE, type="cuda")
 
 
 def test_a_gpu_of_the_same_capability_is_a_neighbour() -> None:
-    """It is a list in a record that was read, and a tuple on the device."""
+    """The capability is a list in a record that was read, and a tuple on the device."""
     d, _ = dispatcher(FakeBlas(), FakeKernel("fast"))
     other = replace(H200, name="Fake H100", sm_count=114)
     for device in (other, replace(other, name="Fake A100", capability=(8, 0))):

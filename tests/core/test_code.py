@@ -211,8 +211,8 @@ def test_only_a_kernel_with_files_has_one_version_in_all_processes(site: Path) -
 
 @pytest.mark.parametrize("folder", ["", "stranger_namespace/"])
 def test_a_single_module_is_its_file(folder: str, site: Path) -> None:
-    """In a namespace package, which several distributions share, the neighbouring files count
-    too."""
+    """Several distributions may share a namespace package, but its other files count for a module
+    in it."""
     (site / "stranger_namespace").mkdir()
     name = f"{folder}stranger_alone"
     source = KERNEL.replace("stranger.base", "stranger_base").replace("from stranger import", "#")

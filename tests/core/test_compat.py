@@ -168,7 +168,7 @@ def test_every_name_has_a_test() -> None:
 
 
 def test_the_baseline_without_private_operators(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It multiplies as for other problems."""
+    """The baseline then multiplies as for other problems."""
     half, eight = Operand(torch.float16), Operand(torch.float8_e4m3fn)
     gpu = DeviceFingerprint("cuda", "NVIDIA H100", (9, 0), 132, 232448)
     relu = Problem(64, 64, 64, half, half, half, gpu, epilogue=parse("relu"), bias=half.dtype)

@@ -225,7 +225,7 @@ def test_a_sequence_that_grows_and_shrinks(products: list[str]) -> None:
 
 
 class Wrapped(nn.Module):
-    """As adapters wrap a layer."""
+    """Wraps a layer as adapters do."""
 
     def __init__(self, base: nn.Module) -> None:
         super().__init__()
@@ -515,7 +515,7 @@ def test_wrapped_for_several_ranks(kind: Any, how: str) -> None:
 
 
 class Kept(Pair):
-    """Its forward depends on more than a trace shows, in the way its name says."""
+    """Its forward depends on something that a trace does not show; the name says what."""
 
     flag: Any = True
     config = {"fused": True}  # noqa: RUF012  # a mutable attribute, as models' configs are
@@ -737,7 +737,7 @@ def test_halves_that_are_no_gate_and_up_stay_apart(kind: Any, products: list[str
 
 
 def _part_of_more(layer: nn.Linear) -> None:
-    """Its weight is all that is seen of a larger memory."""
+    """A layer whose weight is the only tensor in a larger storage."""
     layer.weight = nn.Parameter(torch.randn(20, 12)[:16])
 
 

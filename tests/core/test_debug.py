@@ -149,7 +149,7 @@ def test_a_malformed_condition_fails_the_launch() -> None:
 
 @pytest.mark.slow
 def test_what_compiles(tmp_path: Path) -> None:
-    """In a process of its own: whether Triton interprets is decided when it is imported."""
+    """Needs its own process: whether Triton interprets is decided when it is imported."""
     script = f"""
     import traceback
     from triton.backends.compiler import GPUTarget

@@ -631,7 +631,7 @@ def test_a_locked_store_answers_alone_in_batch_invariant_mode_too(
 def test_an_empty_product_is_blas_and_no_kernel_is_measured(
     empty: dict[str, int], how: dict[str, Any]
 ) -> None:
-    """Also where another kernel serves it: no record holds an extent of 0."""
+    """BLAS serves it even if another kernel could: no record holds an extent of 0."""
     fast = FakeKernel("fast", traits=Traits(batch_invariant=True))
     d, timer = dispatcher(FakeBlas(), fast, times={"fast": 1.0})
     instance = problem(**empty, batch_invariant="batch_invariant" in how)

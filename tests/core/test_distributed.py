@@ -622,7 +622,7 @@ def test_without_ranks_it_is_the_plain_tune(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.slow
 def test_the_example_learns_alike_with_and_without(tmp_path: Path) -> None:
-    """As docs/shard.md runs it."""
+    """docs/shard.md shows this command."""
     page = (ROOT / "docs" / "shard.md").read_text("utf-8").replace("\\\n", "")
     (command,) = re.findall(r"^torchrun (.* examples/tensor_parallel_swiglu\.py .*)$", page, re.M)
     run = [sys.executable, "-m", "torch.distributed.run", *command.split()]

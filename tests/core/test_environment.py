@@ -362,7 +362,7 @@ def test_a_lack_of_memory_that_passed(tmp_path: Path) -> None:
 
 
 def test_some_configs_out_of_memory_are_tried_again(tmp_path: Path) -> None:
-    """They are tried again although other configs of the kernel are on record."""
+    """These configs are tried again although others of the kernel are on record."""
 
     class Large(FakeKernel):
         full = True
@@ -588,7 +588,7 @@ def test_programs_are_looked_for_again() -> None:
 def test_kernels_that_decline_without_a_toolchain_are_reported_at_the_first_call(
     lacks: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They are no candidates, so no tuning reports them."""
+    """Such kernels are no candidates, so no tuning reports them."""
 
     declining = FakeKernel("triton.one", against=lambda _: ["needs a C compiler"])
     registry = Registry()
@@ -700,7 +700,7 @@ def exits(right: Any, *arguments: Any) -> Any:
     [(boom, "in the launch"), (wrong, "exceeds"), (narrow, "shape"), (exits, "SystemExit")],
 )
 def test_a_plugins_fault_in_tuning_is_one_warning(fault: Any, words: str, tmp_path: Path) -> None:
-    """With kernel, reason, file and line; one per distribution, also after further faults."""
+    """The warning names kernel, reason, file and line. Further faults of a plugin add none."""
     d, _ = process(tmp_path, Faulty(fault, "fast"), Faulty(fault, "second"))
     with pytest.warns(TmmWarning) as caught:
         assert [chosen(d, n=n) for n in (32, 48)] == ["blas"] * 2

@@ -149,7 +149,7 @@ def test_a_record_keeps_so_many(tmp_path: Path) -> None:
 
 
 def test_the_record_of_a_layer_is_kept_with_its_times(tmp_path: Path) -> None:
-    """In the user's own cache; its candidates still count as never verified here."""
+    """The user's own cache gets it. Its candidates still count as never verified here."""
     tuned(tmp_path / "layer", TIMES)
     d, _ = dispatcher(*kernels(), times=times_at(300, p=230.0))
     d.store = store = CacheStore(tmp_path / "own", layers=[tmp_path / "layer"])
@@ -180,7 +180,7 @@ def test_a_race_that_fails_is_not_repeated(tmp_path: Path) -> None:
 
 
 def test_a_kernel_that_is_wrong_in_a_race_counts_as_never_verified_there(tmp_path: Path) -> None:
-    """Though it is right at all sizes of the record."""
+    """The kernel is right at all sizes of the record, and wrong at the race's."""
     d, _ = dispatcher(*kernels(), times=TIMES, root=tmp_path)
     d.choose(problem(m=320), settings())
     p, q = FakeKernel("p"), FakeKernel("q", spoil=lambda y: y + float(y.shape[-2] == 300))

@@ -140,7 +140,7 @@ def test_of_one_kernel_two_may_hang(installed: Any, monkeypatch: pytest.MonkeyPa
 def test_a_worn_out_worker_is_replaced_and_its_job_done_again(
     times: int, installed: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As one is whose CUDA context a fault destroyed; but not for ever."""
+    """A fault that destroys the CUDA context wears a worker out. Replacements are limited."""
     monkeypatch.setenv("WORN_OUT", str(times))
     kernel = installed.kernel
     asked = Candidate(kernel, type(kernel.default_config(None))(tile=9))

@@ -142,8 +142,8 @@ def test_operands_of_two_formats_have_a_result_if_both_are_named() -> None:
 
 @pytest.mark.parametrize("form", formats.FORMATS.values(), ids=lambda form: form.name)
 def test_the_shape_of_scales_implies_their_block(form: formats.Format) -> None:
-    """Or several blocks have that shape, and the caller has to name one. A group may be longer than
-    K, but the last of many may be short only where the format says so."""
+    """If several blocks have that shape, the caller has to name one. A group may be longer than K.
+    The last of several groups may be short only if the format allows it."""
     for outer, k in itertools.product((1, 5, 64, 128, 300), (16, 32, 48, 64, 96, 128, 256, 384)):
         blocks: dict[tuple[int, int], set[tuple[int, int]]] = {}
         for rows, width in form.grids:

@@ -306,7 +306,7 @@ def test_the_key_of_a_pass_is_that_of_its_sources_in_a_zip_too(
 def test_constants_are_parameters_that_torch_freezes(
     frozen: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without gradients, where freezing is on, and those that the graph does not write."""
+    """Torch freezes parameters that the graph does not write, with freezing on and no gradients."""
     graph = torch.fx.Graph()
     one, written, x = (graph.placeholder(name) for name in ("one", "written", "x"))
     product = graph.call_function(torch.ops.aten.mul.Tensor, (x, one))
@@ -323,7 +323,7 @@ def test_constants_are_parameters_that_torch_freezes(
 def test_parameters_that_are_changed_or_returned_are_no_constants(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Also where torch changes them after the graph."""
+    """Torch may also change such a parameter after the graph."""
     kinds = ("NOT_MUTATED", "MUTATED_IN_GRAPH", "MUTATED_OUT_GRAPH", "NOT_MUTATED", "NOT_MUTATED")
     inputs = [SimpleNamespace(mutation_type=SimpleNamespace(name=kind)) for kind in kinds]
     outputs = [SimpleNamespace(base_idx=None), SimpleNamespace(base_idx=3)]

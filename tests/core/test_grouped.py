@@ -387,7 +387,7 @@ def test_a_batch_takes_a_bias_each() -> None:
 
 @pytest.mark.parametrize("each", [False, True])
 def test_terms_and_out_of_a_batch(each: bool) -> None:
-    """With a bias for each product, which makes the batch one of groups, and with one for all."""
+    """Each product has a bias, which makes the batch a grouped call, or all share one."""
     a, b, bias = randn(3, 4, 16, requires_grad=True), randn(3, 16, 8), randn(3, 1, 8)
     given = bias[:, 0] if each else bias[0, 0]
     for shape in ((8,), (4, 8), (3, 1, 8)):

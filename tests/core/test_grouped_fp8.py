@@ -243,7 +243,7 @@ def test_as_an_operator() -> None:
 
 
 def test_a_plan_for_each_kind_of_scale() -> None:
-    """Its values are read in every call."""
+    """A plan reads the scale's values in every call."""
     call = made("m")
     scale_a, scale_b, one = call["scale_a"], call["scale_b"], torch.tensor(3.0)
     for a, b in itertools.product((scale_a, one, None), (scale_b, one, None)):

@@ -229,7 +229,7 @@ def test_a_plugin_without_a_hash_costs_itself() -> None:
 
 
 def test_a_wrapper_may_leave_a_plugin_out() -> None:
-    """It returns fewer results than there are functions, which is no fault of either."""
+    """A wrapper may return fewer results than there are functions; neither plugin is at fault."""
 
     class Without:
         @hookimpl(wrapper=True)

@@ -461,7 +461,7 @@ def test_keys_of_functions_with_files_are_the_same_in_every_process(tmp_path: Pa
 def test_texts_of_functions_with_files_distinguish_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In one process; the test above compares processes."""
+    """This test compares texts in one process; the test above compares processes."""
     (tmp_path / "lasting_a.py").write_text(
         "def f(z, by=2.0, *, c=1): return z * by\n"
         "def other_default(z, by=3.0, *, c=1): return z * by\n"

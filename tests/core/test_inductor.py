@@ -337,7 +337,7 @@ CHOSEN = torch.tensor([True, False, True, True])
 )
 @pytest.mark.slow(quick=3)
 def test_sizes_that_depend_on_data_are_kept(model: Any) -> None:
-    """Without an error or a warning of a comparison of such a size."""
+    """Such a size cannot be compared: there is neither an error nor a warning."""
     a, b, r = torch.randn(5, 7), torch.randn(7, 4), torch.randn(5, 4)
 
     def chosen(a: Tensor, b: Tensor, r: Tensor) -> Tensor:

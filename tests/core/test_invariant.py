@@ -278,7 +278,7 @@ def test_rungs_that_memory_does_not_hold_are_left_out() -> None:
 
 
 def test_no_ladder_is_measured_for_the_gradient_of_a_weight(tmp_path: Path) -> None:
-    """Its K is the number of rows: it would be measured for every batch."""
+    """The K of this product is the number of rows, so every batch would be measured."""
     kernel = Summing("k", {1: "one", 2: "two"}, estimate=1.0)
     d, _ = dispatcher(FakeBlas(), kernel, root=tmp_path)
     timer = timed(d, {("blas", 1): 10.0, ("k", 1): 5.0, ("k", 2): 4.0})

@@ -63,7 +63,7 @@ class Launcher36:
 
 
 class Launcher37(Launcher36):
-    """As Triton 3.7, 3.8 and 3.9 do."""
+    """Takes the arguments of Triton 3.7, 3.8 and 3.9."""
 
     def __init__(self, launch: Any, scratch: int = 0) -> None:
         super().__init__(launch, scratch)
@@ -81,7 +81,7 @@ class Launcher37(Launcher36):
 
 
 class LauncherLater(Launcher37):
-    """As a later release might: in another order, with more."""
+    """Takes more arguments in another order, as a later release might."""
 
     def __init__(self, launch: Any, scratch: int = 0) -> None:
         super().__init__(launch, scratch)

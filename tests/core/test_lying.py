@@ -59,7 +59,7 @@ def dispatcher(kernel: Lie, root: Path) -> Dispatcher:
 @pytest.mark.parametrize(("row", "name"), EACH, ids=[f"{row} {name}" for row, name in EACH])
 @pytest.mark.slow(quick=3)
 def test_a_lying_kernel_never_answers(row: str, name: str, tmp_path: Path) -> None:
-    """It would win; BLAS answers, and a warning names the kernel."""
+    """The kernel would win, but BLAS answers, and a warning names the kernel."""
     kernel = ALL[row][name]()
     d = dispatcher(kernel, tmp_path)
     before = State(CPU)
@@ -77,7 +77,7 @@ def test_a_lying_kernel_never_answers(row: str, name: str, tmp_path: Path) -> No
 def test_a_forced_kernel_of_groups_that_reads_another_row_is_refused(
     name: str, tmp_path: Path
 ) -> None:
-    """Also in Triton's interpreter: one index into ten rows of ``a`` and an empty group."""
+    """Triton's interpreter finds it, too: one index into ten rows of ``a`` and an empty group."""
     kernel = LIES["A10"][name]()
     d = dispatcher(kernel, tmp_path)
     device = replace(kernel.problem.device, interpreted=True)
@@ -87,7 +87,7 @@ def test_a_forced_kernel_of_groups_that_reads_another_row_is_refused(
 
 
 def test_a_mode_that_a_launch_leaves_active_ends_with_it(tmp_path: Path) -> None:
-    """It would raise in each of torch's functions."""
+    """The mode would raise in each of torch's functions."""
     with pytest.warns(TmmWarning, match="it changed torch's function modes"):
         choice, _ = dispatcher(LeavesAModeThatRaises(), tmp_path).bound(half(8, 8, 8), settings())
     assert choice.candidate.kernel.name == "blas"

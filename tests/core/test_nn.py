@@ -97,7 +97,7 @@ class Decoder(nn.Module):
 
 
 class PythonGelu(nn.Module):
-    """As checkpoints' own code writes it."""
+    """GELU as the code of some checkpoints writes it."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return 0.5 * x * (1.0 + torch.tanh(0.7978845608028654 * (x + 0.044715 * torch.pow(x, 3))))

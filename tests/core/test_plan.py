@@ -39,7 +39,7 @@ def widened(t: Tensor) -> Tensor:
 
 
 class Second(torch.Tensor):
-    """As if on a second device."""
+    """A tensor that claims to be on a second device."""
 
     device = torch.device("cpu", 1)
 
@@ -81,7 +81,7 @@ def planned(call: dict[str, Tensor]) -> tuple[Any, Any]:
 
 @pytest.fixture(params=[True, False], ids=["", "without guards"], autouse=True)
 def guards(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With torch's fast way to compare tensors, and where it has none."""
+    """Run a test with torch's fast comparison of tensors, and without it."""
     if not request.param:
         monkeypatch.setattr(torch._C._dynamo.guards, "TensorGuards", None)
     installed(Blas())

@@ -248,7 +248,7 @@ CHANGES: list[tuple[str, Any]] = [
 def test_each_piece_of_state_is_put_back(
     name: str, change: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """In the thread that launches, whatever a launch changes."""
+    """Whatever a launch changes in its own thread is restored there."""
     monkeypatch.setattr(process_state, "_IDLE", 4e-3)
     monkeypatch.setenv("OF_THE_PROGRAM", "0")
     monkeypatch.chdir(tmp_path)

@@ -61,7 +61,7 @@ def test_where_it_is_shown(
 
 
 def test_nothing_is_shown_of_short_steps(monkeypatch: pytest.MonkeyPatch, now: list[float]) -> None:
-    """However many there are; but the short tunings of one step add up."""
+    """Short steps never add up, but the short tunings of one step do."""
     made, line = stream(monkeypatch, True), progress.Progress()
     for _ in range(100):
         with line.of("64×64×64", True) as tick:

@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 
 
 def test_vectors_and_empty_tensors_are_filled() -> None:
-    """Also those whose elements share an address."""
+    """Vectors whose elements share an address are filled, too."""
     for t in (torch.zeros(64), torch.zeros(1).expand(64), torch.zeros(0), torch.zeros(0, 4)):
         assert random_inputs.fill("bias", t, 16, random_inputs.seeded(CPU, 0)) is t
         assert not t.numel() or t.abs().min() > 0
@@ -124,7 +124,7 @@ def test_groups_end_where_the_rows_do(sizes: Any, count: int, total: int) -> Non
 
 
 def test_a_single_row_that_is_not_aligned_begins_off_16_bytes() -> None:
-    """It has no stride that could be misaligned."""
+    """A single row has no stride that could be misaligned."""
     loose = Operand(torch.float16, aligned=False)
     for cols, padded in ((16, False), (16, True), (7, False)):
         placed = memory_layout(loose, (1, cols), padded=padded)
@@ -146,7 +146,7 @@ def test_subnormal_results_are_of_plain_fp16_products() -> None:
 
 
 def test_kernels_are_launched_with_parameters_too() -> None:
-    """As by a layer, whose weight may be frozen. References have none."""
+    """A layer passes a parameter, which may be frozen. References get no parameters."""
     single = Operand(torch.float32)
     problem = Problem(8, 8, 8, single, single, single, fingerprint(CPU), bias=torch.float32)
     launched = set()

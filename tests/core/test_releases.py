@@ -69,7 +69,7 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 def test_products_and_sums_are_fused_unless_the_environment_says_otherwise(
     monkeypatch: pytest.MonkeyPatch, set_to: str | None, fused: bool
 ) -> None:
-    """Without a warning about later releases."""
+    """The options give no warning about later releases."""
     monkeypatch.delenv("TRITON_DEFAULT_FP_FUSION", raising=False)
     if set_to is not None:
         monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", set_to)
@@ -119,7 +119,7 @@ def launchers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[
 
 
 def test_a_launcher_is_not_replaced_by_one_that_is_loaded_later(launchers: list[str]) -> None:
-    """As if two threads loaded both again, each before the other reads ``launch``."""
+    """Both are loaded again before ``launch`` is read, as by two threads."""
     from triton.runtime import build
 
     def launched() -> list[int]:

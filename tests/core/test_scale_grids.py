@@ -69,7 +69,7 @@ def close(found: Tensor, expected: Tensor) -> None:
 @pytest.mark.parametrize("zeros", [False, True])
 @pytest.mark.slow(quick=3)
 def test_a_weight(case: str, zeros: bool) -> None:
-    """In all that a call may have; M and N are odd, and N is no multiple of a block."""
+    """The call has every kind of term. M and N are odd, and N is not a multiple of a block."""
     if zeros and not formats.named(CASES[case][0]).zeros:
         pytest.skip("the format has no zero points")
     m, n, k = 5, 131, 384

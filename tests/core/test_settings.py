@@ -169,7 +169,7 @@ def test_a_name_of_spaces_is_none() -> None:
 
 
 def test_work_of_another_thread_has_the_settings_of_its_call() -> None:
-    """Except for the promise of static weights, since the work may just have written the weight."""
+    """The promise of static weights is left out: the work may just have written the weight."""
     with tmm_core.override(kernel="one", tune_budget=3.0) as outer:
         assert within(outer, current) is outer
         with tmm_core.override(static_weights=True) as promised:

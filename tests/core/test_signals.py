@@ -467,7 +467,7 @@ def test_a_cycle_of_causes_ends() -> None:
 
 
 def test_an_exception_that_nobody_raised_passes() -> None:
-    """As one set by another thread, which no frame of a plugin raised."""
+    """Another thread may set an exception, which no frame of a plugin raised."""
     with pytest.raises(Final):
         errors.reraise(Final())
     errors.reraise(SystemExit())  # sys.exit as a launcher leaves no frame

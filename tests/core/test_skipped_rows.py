@@ -108,7 +108,7 @@ def test_a_norm_and_a_gate_with_parameters(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize("epilogue", [None, "relu", "silu", "swiglu"])
 def test_gradients_beyond_the_last_group_are_zero(epilogue: str | None) -> None:
-    """So are gradients of a residual and of weights, and where the result's gradient is NaN."""
+    """This includes gradients of a residual and of weights, and results whose gradient is NaN."""
     torch.manual_seed(0)
     offs = torch.tensor([2, 2, 4], dtype=torch.int32)
     n = 3 if epilogue == "swiglu" else 6

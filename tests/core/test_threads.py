@@ -105,7 +105,7 @@ def test_racing_first_calls_measure_once() -> None:
 
 
 def test_a_tuning_holds_up_no_other_problem() -> None:
-    """Not one that has a record, one that may not be tuned, or one chosen before."""
+    """The other problems have a record, may not be tuned, or were chosen before."""
     tuning, finish = threading.Event(), threading.Event()
 
     class Stuck(FakeKernel):

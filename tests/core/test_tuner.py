@@ -483,7 +483,7 @@ def test_the_fastest_so_far_is_verified_while_others_compile(
 
 
 def test_the_winner_alone_is_verified_in_every_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the background, where nothing is verified while others compile."""
+    """This tuning is in the background, where nothing is verified while others compile."""
     whole: list[Any] = []
     steps = stages.Verifier.steps
 
@@ -503,7 +503,7 @@ def test_the_winner_alone_is_verified_in_every_way(monkeypatch: pytest.MonkeyPat
 def test_idle_processes_compile_what_may_follow_of_every_kernel(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Even of one whose estimates are all behind another's: times decide which of them follows."""
+    """Kernels with worse estimates are included, since times decide which kernel follows."""
     monkeypatch.setattr(search, "BATCHES", (3, 5))
     near, far = Graded("near", tiles=(100, 101, 102, 103)), Graded("far", tiles=(110, 120, 130))
     kernels = [FakeBlas(estimate=100.0), near, far]
@@ -996,7 +996,7 @@ def test_what_is_far_ahead_of_blas_is_compared_without_pause_with_what_is_close_
 
 
 def test_what_blas_outlasts_does_not_win() -> None:
-    """It may draw more power than BLAS: then turns with others flatter it."""
+    """A kernel that draws more power than BLAS looks faster when interleaved with others."""
     times = {"blas": 210.0, "p": 190.0, "q": 203.0, "r": 207.5}
     assert without_pause(times, steady={"p": 204.1})[0] == "q"
     assert without_pause(times, steady={"p": 203.9})[0] == "p"
@@ -1138,7 +1138,7 @@ def test_threads_are_started_beside_so_many_stalled_ones(monkeypatch: pytest.Mon
 
 
 def test_blas_is_judged_by_the_form_of_its_result_alone() -> None:
-    """Its values are the reference; a result of another dtype is no result."""
+    """BLAS's values are the reference, but a result of another dtype is wrong."""
     record, _ = tune(FakeBlas(spoil=lambda out: out + 0.01), FakeKernel("fast"))
     assert status(record)["blas"] == "ok"
     record, _ = tune(FakeBlas(spoil=lambda out: out.double()), FakeKernel("fast"))

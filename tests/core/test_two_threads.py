@@ -33,7 +33,7 @@ def wrong(kernel: FakeKernel, pace: Pace, most: int = 4) -> int:
 
 @pytest.mark.parametrize("name", sorted(LIES["A5"].keys() - {"weights that change for a while"}))
 def test_state_that_launches_share_is_found_without_chance(name: str) -> None:
-    """Also where Python hardly ever switches threads."""
+    """Here Python hardly ever switches threads."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(10.0)
     try:
@@ -188,7 +188,7 @@ def test_a_tracer_of_the_thread_is_put_back() -> None:
 def test_a_machine_without_threads_is_distinguished_from_other_faults(
     error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without threads this part of the verification is left out; lack of memory leaves all of it
+    """A machine without threads skips this part of verification; lack of memory leaves all of it
     undecided."""
     start, started = two_threads.Launches.start, []
 
@@ -294,7 +294,7 @@ def test_free_launches_of_a_thread_that_is_alone(
 def test_free_launches_go_on_while_the_other_thread_launches(
     seconds: float, made: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not twice as many, and no more after 0.2 s."""
+    """The number stays below twice the wanted one, and no launch follows after 0.2 s."""
     now = [0.0]
 
     def launch(*_: Any, **__: Any) -> torch.Tensor:

@@ -210,7 +210,7 @@ WRITTEN: dict[str, Callable[[Tensor | None], Tensor]] = {
 
 @pytest.mark.parametrize("case", WRITTEN)
 def test_nothing_is_cast_where_out_gives_the_dtype(case: str) -> None:
-    """As in torch.mm, on every way to write to it."""
+    """Every way of writing to ``out`` behaves like torch.mm."""
     call = WRITTEN[case]
     torch.manual_seed(0)
     wanted = call(None)
@@ -326,7 +326,7 @@ GROUPED: dict[str, Tensor] = {
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
 @pytest.mark.parametrize("name", GROUPED)
 def test_groups_refuse_what_has_no_strides(name: str) -> None:
-    """Also after a call of the same shapes, and on meta tensors."""
+    """Such tensors are refused even after a call with the same shapes, and as meta tensors."""
     tmm_core.grouped_matmul(**GROUPED)
     ways = [Tensor.to_sparse, *[Tensor.to_sparse_csr] * (GROUPED[name].dim() == 2)]
     if GROUPED[name].dim() == 2:

@@ -147,7 +147,7 @@ def test_tiles_cut_along_k_in_a_chain() -> None:
 @pytest.mark.parametrize("writer", ["copy", "kernel", "product"])
 @pytest.mark.parametrize("captured", [False, True])
 def test_a_weight_that_was_just_written_is_read_correctly(writer: str, captured: bool) -> None:
-    """Without the promise of static weights, with and without prefetch."""
+    """The caller does not promise static weights; the config prefetches or not."""
     x, weight = random(16, SIZE), random(SIZE, SIZE)
     sources = [random(SIZE, SIZE, seed=seed) for seed in range(2, 6)]
     left = random(SIZE, SIZE, seed=9)

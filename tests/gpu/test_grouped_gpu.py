@@ -223,7 +223,7 @@ def test_every_tile_of_the_hopper_kernel_keeps_to_its_group(form: str, epilogue:
 @pytest.mark.parametrize("epilogue", ["", "swiglu"])
 @pytest.mark.parametrize("kernel", ["triton.ragged", "triton.gathered"])
 def test_gathered_scattered_and_weighted_rows(kernel: str, epilogue: str) -> None:
-    """In every config of the search space, and in a graph whose indices change."""
+    """Every config of the search space is tried, and a graph whose indices change."""
     if kernel == "triton.gathered" and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs Hopper")
     t, k, n, ends = 1024, 328, 264, (0, 37, 37, 700, 701, 957, 1000)

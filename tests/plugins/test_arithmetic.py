@@ -269,7 +269,7 @@ def test_parts_add_up_to_the_product(
 @pytest.mark.parametrize("epilogue", [None, "silu"])
 @pytest.mark.slow(quick=4)
 def test_ranges_of_k_give_a_row_the_same_bits_at_every_m(splits: int, epilogue: str | None) -> None:
-    """In the interpreter: the ranges and the order of their sums depend on N and K alone."""
+    """The ranges and the order of their sums depend on N and K alone, also in the interpreter."""
     tile = {"BLOCK_M": 16, "BLOCK_N": 32, "BLOCK_K": 32, "num_stages": 2, "num_warps": 4}
     generator = torch.Generator().manual_seed(0)
     a, b = torch.randn(40, 512, generator=generator), torch.randn(512, 24, generator=generator)

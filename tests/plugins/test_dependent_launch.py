@@ -136,7 +136,7 @@ def test_waiting_asks_for_nothing(kernel: Any) -> None:
 
 
 def test_a_copy_of_the_weight_is_not_at_rest() -> None:
-    """It is written by the launch right before, whatever was said of the weight itself."""
+    """The previous launch writes the copy, even if the weight itself is promised to be static."""
     both = dataclasses.replace(
         SAID, m=100, k=4093, a=Operand(BF16, aligned=False), b=Operand(BF16, "col", aligned=False)
     )
@@ -236,7 +236,7 @@ def test_the_model_sees_what_comes_too_early(line: str, instead: str, tmp_path: 
 def test_what_is_prefetched_is_what_is_loaded_first(
     n: int, k: int, two: bool, gated: bool, layout: str
 ) -> None:
-    """Also where a tile is two products beside each other."""
+    """This includes tiles of two adjacent products."""
     instance = problem(16, n, k, "n" + layout, epilogue="swiglu" if gated else None)
     config = next(iter(WarpSpecialized().configs(DECODE)))
     if two:
@@ -372,7 +372,7 @@ def test_nothing_is_touched_before_the_wait(uninterpreted: Uninterpreted) -> Non
 @pytest.mark.parametrize("early", ["", "wait", "b"])
 @pytest.mark.parametrize("kernel", KERNELS[1:], ids=lambda kernel: kernel.name)
 def test_dependent_launch_where_the_config_says_and_the_gpu_can(kernel: Any, early: str) -> None:
-    """Also with a config that comes from another GPU's record."""
+    """The config may come from another GPU's record."""
     config = next(c for c in kernel.configs(SAID) if c.early == early)
     ampere = dataclasses.replace(H200, capability=(8, 0), name="A100")
     for device, able in ((H200, True), (ampere, False)):

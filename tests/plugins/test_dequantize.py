@@ -316,7 +316,7 @@ def test_scales_of_experts_are_folded_into_values(
 
 
 def test_scales_beyond_fp16_multiply_the_product(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their products with small activations are finite."""
+    """Products of such scales with small activations are finite."""
     monkeypatch.setattr(dequantized, "_fused", lambda *_: lambda t, scale, zero: t * scale)
     half = Operand(torch.float16)
     b = ROWS_OF_8_BITS["int8"][1]

@@ -41,7 +41,7 @@ class Interpreted(Gathered):
 
 @pytest.mark.parametrize("index", [torch.int32, torch.int64])
 def test_rows_are_copied_and_multiplied(index: torch.dtype) -> None:
-    """Only rows of groups are copied: an index beyond the last group is not followed, and no memory
+    """Only rows of groups are copied: no index beyond the last group is used, and no memory
     is read there."""
     t, rows, n, k = 45, 20, 16, 24
     a = torch.randn(rows, 2 * k)[:, :k]

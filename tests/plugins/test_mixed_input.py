@@ -371,7 +371,7 @@ def test_scales_and_zero_points(how: dict[str, Any], zeros: bool, seed: int) -> 
 
 @pytest.mark.parametrize("group", [0, 4])
 def test_scales_that_are_exponents(group: int) -> None:
-    """Also if K is one group: the row then has one scale."""
+    """If K is one group, each row has a single exponent."""
     Call(1, group=group, exponents=True).check()
 
 

@@ -331,7 +331,7 @@ def test_scaled_groups(consumers: int, pingpong: bool, scales: str) -> None:
 @pytest.mark.parametrize(("consumers", "pingpong"), SCHEDULES)
 @pytest.mark.slow
 def test_scales_of_blocks_of_groups(consumers: int, pingpong: bool, outer: int) -> None:
-    """Also where groups, or a block's last tile, have no rows."""
+    """Some groups have no rows, nor does the last tile of some blocks."""
     for seed, (ends, total) in enumerate(SIZES[:4]):
         for gated, n in ((False, 10), (True, 8), (True, 10)):
             Call(
@@ -356,7 +356,7 @@ def test_wrong_ends_give_no_invalid_address(consumers: int, pingpong: bool, ragg
 
 @pytest.mark.parametrize("ends", [(0, 0), (3, 7), (2, 4)])
 def test_zeros_beyond_the_last_group(ends: tuple[int, ...]) -> None:
-    """In rows of more columns than a block stores at a time, and only there."""
+    """Only rows beyond the last group are zeroed; they have more columns than one store."""
     Call(0, "m", ends, 7, n=1100, columns=256, subtiles=4, zeroed=True, consumers=1).check()
 
 

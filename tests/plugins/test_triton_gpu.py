@@ -185,7 +185,7 @@ def test_two_products_beside_each_other(tile: Any, m: int) -> None:
 
 @pytest.mark.parametrize("tile", search_space._SIDE_BY_SIDE_TILES, ids=str)
 def test_gate_and_up_beside_each_other(tile: Any) -> None:
-    """With a bias and a residual, by TMA and by pointers, several tiles a block."""
+    """Products have a bias and a residual, use TMA or pointers, and several tiles per block."""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs Hopper")
     for m, n, k, layout in ((1, 96, 64, "nt"), (300, 1000, 520, "nn"), (1500, 4504, 1000, "nt")):
@@ -209,7 +209,7 @@ def test_gate_and_up_beside_each_other(tile: Any) -> None:
 
 @pytest.mark.parametrize("count", [2, 4, 8])
 def test_ranges_of_k_have_the_bits_of_parts(count: int) -> None:
-    """In every tile, over several tiles a block, with everything that an epilogue does."""
+    """Each block has several tiles, and the epilogue has every term."""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs Hopper")
     for m, n, k in ((300, 1000, 4096), (2500, 1536, 8192), (70, 64, 4096)):
@@ -237,7 +237,7 @@ def test_ranges_of_k_have_the_bits_of_parts(count: int) -> None:
     "shape", [(1, 8, 4096), (50, 516, 8000), (130, 200, 5000), (300, 64, 9999)]
 )
 def test_every_tile_cut_along_k(shape: tuple[int, int, int], layout: str) -> None:
-    """With everything that the second kernel finishes: alpha, bias, epilogue, residual."""
+    """The second kernel applies alpha, bias, epilogue and residual."""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs Hopper")
     m, n, k = shape

@@ -802,7 +802,7 @@ def test_a_residual_by_tma_is_added_to_its_strip(
 def test_outputs_with_groups_of_columns(
     consumers: int, pingpong: bool, ways: dict[str, bool], grouped: tuple[str, ...]
 ) -> None:
-    """Also if the last tiles of rows and columns are partial."""
+    """The last tiles of rows and columns may be partial."""
     sizes = [(1, 2, 1), (9, 10, 7), (13, 8, 2), (4, 14, 9)]
     for seed, ((m, n, k), subtiles) in enumerate(itertools.product(sizes, (1, 2))):
         out, expected = computed(

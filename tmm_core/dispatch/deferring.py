@@ -113,7 +113,7 @@ class Deferring(Measuring):
             try:
                 yield from steps
                 self.ended[name] = why
-            except Exception as error:  # tuning is a feature
+            except Exception as error:  # a failed tuning must not fail the call
                 reraise(error)
                 self.ended[name] = f"tuning failed: {error_text(error)}"
                 self.warn_of_tuning(query.problem, error, self.ended[name])

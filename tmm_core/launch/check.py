@@ -173,7 +173,7 @@ def number(function: str, alpha: Any, operand: Any = None) -> Any:
 
 
 def _is_numpy_number(alpha: Any) -> bool:
-    """Whether a graph's ``alpha`` is a number of numpy. Dynamo asks a symbol for no attribute."""
+    """Whether a graph's ``alpha`` is a number of numpy. Dynamo reads no attribute of a symbol."""
     return type(alpha) not in (int, bool, float) and getattr(alpha, "ndim", None) == 0
 
 

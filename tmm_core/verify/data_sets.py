@@ -132,7 +132,7 @@ class InputSet:
     rows: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     def changed(self) -> list[str]:
-        """The names of arguments that have changed, or whose surroundings have."""
+        """The names of arguments that changed, or whose gaps or guard bands did."""
         given = self.inputs.rows.given if self.inputs.rows else {}
         rows = [name for name, t in self.rows.items() if not same_bits(given[name], t)]
         return [*self.checksums.changed(), *rows]
@@ -223,7 +223,7 @@ class DataSets:
         return [bool(out.intact()) for out in self._outs[:count]]
 
     def changed_inputs(self) -> list[str]:
-        """The names of inputs that have changed, or whose surroundings have."""
+        """The names of inputs that changed, or whose gaps or guard bands did."""
         found = [name for each in self.sets() for name in each.changed()]
         return list(dict.fromkeys([*sorted(self.altered), *found]))
 
