@@ -266,7 +266,7 @@ def quiet(name: str, root: Path, acknowledge: Acknowledge) -> None:
 
 
 def test_the_faults_are_felt(prepared: Path, tmp_path: Path) -> None:
-    """The layer itself: a write that fails is no success, and one that is torn is torn."""
+    """The layer of faults works: a write that should fail fails, and a torn write is torn."""
     root = restored(prepared, tmp_path / "copy")
     path = root / "file"
     with faulty(root, 2, how="torn") as faults:

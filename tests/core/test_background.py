@@ -442,7 +442,7 @@ def test_what_a_record_lacks_is_added_while_it_answers(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("briefly")
 @pytest.mark.slow
 def test_many_threads_at_once() -> None:
-    """One slice at a time, in any thread; no thread waits for another's slice."""
+    """One slice runs at a time, in any thread; no thread waits for another's slice."""
     d, timer, _ = made(FakeKernel("fast", tiles=(1, 2, 3)))
     d.__dict__["background"] = Background(lambda key: d._alone_on(key.device))
     often = background_settings(tune_share=1.0)

@@ -1868,7 +1868,7 @@ def test_a_call_does_not_measure_what_this_machine_cannot_try(tmp_path: Path) ->
 def test_rungs_are_compiled_ahead_of_a_measurement(
     tune: bool, force: bool, compiled: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In order, one ahead. What is forced is compiled when it is measured."""
+    """A rung compiles during the previous measurement; a forced measurement compiles its own."""
     kernel = Summing("k", {1: "one"})
     d, _ = dispatcher(FakeBlas(), kernel)
     known = {16: 5.0, 64: 6.0, 256: 7.0}
@@ -1894,7 +1894,7 @@ def test_rungs_are_compiled_ahead_of_a_measurement(
 def test_a_choice_lasts_once_its_race_is_run(
     mode: Any, raced: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A race in the background may still replace it."""
+    """A race in the background may still replace the choice."""
     d, _ = dispatcher(FakeBlas(), FakeKernel("fast"), root=tmp_path)
     record = recorded(problem(m=64), result("fast", 5.0, config={"tile": 1}), result("blas", 9.0))
     d.store.save(DEVICE.gpu, DEVICE.environment, record)
@@ -1903,4 +1903,4 @@ def test_a_choice_lasts_once_its_race_is_run(
         choice = d.choose(problem(m=m), settings(on_cache_miss=mode))
         assert (choice.origin, choice.lasting) == ("cache", raced)
     quiet = d.choose(problem(), settings(on_cache_miss="heuristic"))
-    assert quiet.lasting  # nothing is measured for it
+    assert quiet.lasting  # the mode measures nothing

@@ -700,7 +700,7 @@ def exits(right: Any, *arguments: Any) -> Any:
     [(boom, "in the launch"), (wrong, "exceeds"), (narrow, "shape"), (exits, "SystemExit")],
 )
 def test_a_plugins_fault_in_tuning_is_one_warning(fault: Any, words: str, tmp_path: Path) -> None:
-    """The warning names kernel, reason, file and line. Further faults of a plugin add none."""
+    """The warning names kernel, reason, file and line. Further faults add no warning."""
     d, _ = process(tmp_path, Faulty(fault, "fast"), Faulty(fault, "second"))
     with pytest.warns(TmmWarning) as caught:
         assert [chosen(d, n=n) for n in (32, 48)] == ["blas"] * 2

@@ -103,7 +103,7 @@ def test_why_of_a_forced_kernel_with_some_fields(
 
 
 def test_occupancy() -> None:
-    """Golden, by the arithmetic of CUDA's occupancy calculator for capability 9.0."""
+    """The expected values follow CUDA's occupancy calculator for capability 9.0."""
 
     def held(shared: int, warps: int, registers: int) -> tuple[int, str]:
         found = why.occupancy(H200, Resources("f", shared, warps, registers, 0))

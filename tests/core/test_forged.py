@@ -20,7 +20,7 @@ from tmm_core.tuning.tuner import Tuner
 
 
 def test_a_record_that_somebody_else_wrote_names_a_kernel_to_verify(tmp_path: Path) -> None:
-    """The record has a checksum, is in the user's own root, and is for a problem that they tuned."""
+    """The record has a checksum, is in the user's own root, and is for a problem tuned there."""
     store = CacheStore(forged(tmp_path, wins=True), [])
     d = dispatcher(Counting("second", wrong=True), store)
     with pytest.warns(TmmWarning, match="second was wrong at its first use"):

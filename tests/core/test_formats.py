@@ -275,7 +275,7 @@ def test_codes_are_packed_along_k_the_lowest_bits_first(name: str, along: int) -
 def test_values_are_those_of_a_simple_model(
     block: grids.Block, along: int, lead: tuple[int, ...]
 ) -> None:
-    """Element by element; blocks may be longer than a matrix, and need not divide it."""
+    """The model works element by element. Blocks may be longer than a matrix, or not divide it."""
     form = formats.FORMATS["int8"]
     outer, k = 6, 8
     codes = torch.randint(-128, 127, (*lead, outer, k), dtype=torch.int8)

@@ -244,7 +244,7 @@ def test_a_wrapper_may_leave_a_plugin_out() -> None:
 
 
 def test_wrappers_that_work_stay_around_where_one_of_them_fails() -> None:
-    """All of them, not the last alone."""
+    """All working wrappers stay, not only the last."""
     r = registry(
         EntryPoint("a", plugin(FakeKernel("one"), FakeKernel("two"), FakeKernel("stay"))),
         EntryPoint("bad", FailingWrapper()),

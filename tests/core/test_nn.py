@@ -569,7 +569,7 @@ def test_gated_mlp_in_inference_mode_and_on_meta() -> None:
 @pytest.mark.parametrize("name", ["gate_proj", "up_proj"])
 @pytest.mark.parametrize("later", [False, True])
 def test_one_weight_of_inference_mode_stays_apart(name: str, later: bool) -> None:
-    """Beside one of another mode: neither can become the other kind of tensor."""
+    """The two weights have different modes, and neither can become the other kind of tensor."""
     mlp, x = LlamaMLP().requires_grad_(False), randn(5, 12)
 
     def replace() -> None:

@@ -53,7 +53,7 @@ def test_values_of_either_operand(kind: str, zeros: bool) -> None:
 @pytest.mark.parametrize("kind", ["tensor", "row"])
 @pytest.mark.parametrize("zeros", [False, True])
 def test_values_of_experts(kind: str, zeros: bool) -> None:
-    """A scale and a zero point for each column of each expert."""
+    """Each column of each expert has a scale and a zero point."""
     offs, rows = torch.tensor([2, 2, 7], dtype=torch.int32), torch.randn(7, K, dtype=BF16)
     weights, values = quantized(3, N, K, kind=kind, zeros=zeros), torch.empty(7, N).double()
     for group, (start, end) in enumerate([(0, 2), (2, 2), (2, 7)]):

@@ -167,7 +167,7 @@ def test_turns_end_after_so_many_waits_in_vain(monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_a_tracer_of_the_thread_is_put_back() -> None:
-    """One that a debugger set."""
+    """A debugger sets such a tracer."""
     tracer = lambda *_: None  # noqa: E731
     found = []
 

@@ -201,7 +201,7 @@ KERNELS = ("blas", "triton.naive", "triton.grouped", "triton.split_k", "triton.p
 
 @pytest.mark.parametrize("kernel", [None, *KERNELS])
 def test_a_device_that_is_not_current(kernel: str | None) -> None:
-    """``None``: the kernel that tuning on that device chooses."""
+    """``None`` stands for the kernel that tuning on that device chooses."""
     torch.cuda.set_device(0)
     for _ in range(2):  # choosing, then replaying
         for index in (1, 0, 1):

@@ -106,7 +106,7 @@ def test_a_box_has_as_many_rows_as_swizzling_needs_and_no_more(m: int) -> None:
 def test_torchs_8_bit_product_has_alpha_once(
     alpha: float, by_row: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The launcher, on top of a fake with the signature of ``torch._scaled_mm``."""
+    """The launcher calls a fake with the signature of ``torch._scaled_mm``."""
     ones, f8 = torch.ones, torch.float8_e4m3fn
 
     def scaled_mm(

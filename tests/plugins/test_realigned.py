@@ -349,7 +349,7 @@ def test_the_best_inner_kernel_is_proposed_first() -> None:
 
 @pytest.mark.usefixtures("toolchain")
 def test_estimates_count_the_copies() -> None:
-    """33.5 MB read and written at 4.27 TB/s: 16 µs for each operand."""
+    """Reading and writing 33.5 MB at 4.27 TB/s takes 16 µs for each operand."""
 
     def estimate(instance: Problem) -> float:
         # The default config may depend on the copied operands, so one config is used for all.
