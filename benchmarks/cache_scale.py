@@ -1,4 +1,4 @@
-"""What a cache of many records costs: `python benchmarks/cache_scale.py [RECORDS]`.
+"""Measures what a cache of many records costs: `python benchmarks/cache_scale.py [RECORDS]`.
 
 Fills a temporary root with records of thirty candidates, as tuning leaves them, and prints a row
 per operation: seconds, seconds of CPU (user and system, children included), and the bar. If other

@@ -561,8 +561,8 @@ def test_the_best_ratio_of_a_kernel_scales_its_estimates() -> None:
     search._first = 3
     tried = [each for each in search.first() if each.kernel is kernel]
     assert [each.config.tile for each in tried] == [1, 2]
-    # The first took half of its estimate and the second all of it. By the first ratio, the others
-    # may be the fastest.
+    # The first took half of its estimate and the second all of it. With the first ratio, the
+    # other configs may be the fastest.
     more = search.next_batch({tried[0]: 5.0, tried[1]: 10.0})
     assert [each.config.tile for each in more] == [3, 4]
 
@@ -1789,7 +1789,7 @@ class Warns(Summing):
 def test_a_warning_that_is_an_error_passes_every_guard(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Under ``-W error``, as in these tests. Another exception would cost its kernel or tuning."""
+    """These tests run under ``-W error``. Other exceptions cost only a kernel or a tuning."""
 
     class Parsing(FakeConfig):
         from_json = warns

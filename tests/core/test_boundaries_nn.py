@@ -321,7 +321,7 @@ def test_which_activations_meet_the_weights_of_experts(
 
 
 def test_the_choices_of_an_expert_stay_in_order() -> None:
-    """They follow the order of tokens, so that sums do not depend on how a sort breaks ties."""
+    """Choices follow the order of tokens, so that sums do not depend on how a sort breaks ties."""
     index = torch.randint(5, (300, 2))
     places, ends = experts._by_expert(index, 4)
     flat = index.flatten()

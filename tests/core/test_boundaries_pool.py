@@ -356,7 +356,7 @@ def test_a_worker_is_asked_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_program_of_a_host(
     how: str, error: Any, long: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It ends its workers in any case, leaves no file, and has no standard input."""
+    """The host ends its workers in any case, leaves no file, and has no standard input."""
     seen: list[Any] = []
 
     class Served:
@@ -399,7 +399,7 @@ def test_the_program_of_a_host(
 
 @pytest.fixture
 def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """The worker's module, with the kernels of a test. It changes process-wide state: undo that."""
+    """The worker's module, with a test's kernels. Restore the process state that it changes."""
     monkeypatch.setenv("TMM_PLUGINS", "none")
     monkeypatch.setattr(watch, "enabled", watch.enabled)
     module = importlib.import_module(pool_host._WORKER)

@@ -104,7 +104,7 @@ def test_blas_and_candidates_near_the_best_stay(
 
 
 def test_the_best_config_of_each_kernel_is_a_reserve() -> None:
-    """So is its best config that relies on no promise. The limit is 3 × the best time."""
+    """Its best config that relies on no promise is another. The limit is 3 × the best time."""
     a, b, c = (FakeKernel(name) for name in "abc")
     relying = CandidateRun(Candidate(a, Relying(tile=9)), samples=[4.0], runner=run("x", 1).runner)
     racing = [
@@ -779,7 +779,7 @@ def test_a_tuning_that_is_closed_frees_its_memory_in_its_own_process(
 
 
 def test_preload_verifies_and_times_small_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a layer's layouts, with epilogues, once each."""
+    """Each product has a layer's layouts and an epilogue, and is measured once."""
     timed: list[Any] = []
     timer = SimpleNamespace(
         measure=lambda runs, rounds, **more: timed.append((len(runs), rounds, more)),
@@ -931,7 +931,7 @@ def test_the_best_untried_config_of_each_kernel_is_on_record(
 
 
 def test_the_incumbent_of_a_record() -> None:
-    """It is the best kernel on record that is present in the same version."""
+    """The incumbent is the best kernel on record that is present in the same version."""
     timed = [result("blas", 1.0), result("gone", 2.0), revised(result("old", 3.0), version="0"),
              result("b", 5.0), result("a", 4.0)]  # fmt: skip
     before = TuningRecord(problem().to_json(), 3, tuple(timed), "", 1.0)

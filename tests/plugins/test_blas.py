@@ -81,7 +81,7 @@ def untuned(blas_alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32, FP64, E4M3], ids=str)
 @pytest.mark.slow(quick=4)
 def test_every_way_returns_the_problems_dtype(kind: str, dtype: torch.dtype, device: str) -> None:
-    """For all dtypes of bias, residual and result, with and without an output."""
+    """All dtypes of bias, residual and result are tried, with and without ``out``."""
     shape_a, shape_b = SHAPES[kind]
     a, b = made(*shape_a, dtype=dtype).to(device), made(*shape_b, dtype=dtype).to(device)
     scales = {"scale_a": torch.full((), 0.5, device=device)} if dtype is E4M3 else {}
