@@ -11,8 +11,8 @@ torch gates by ``silu(gate) * up`` on the halves of one product; tmm does in the
 epilogue. Every problem is tuned first, each on one rank.
 
 ``--eager`` times the same layers call by call, and modules under torch's own ``ColwiseParallel``
-and ``RowwiseParallel``, converted or not. It tells the milliseconds until the results are there,
-and those until the host has queued all calls.
+and ``RowwiseParallel``, converted or not. It reports the milliseconds until the host has queued
+all calls, and until the results are computed.
 """
 
 from __future__ import annotations
