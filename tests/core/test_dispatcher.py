@@ -475,6 +475,18 @@ def test_disabled_kernels_are_not_candidates() -> None:
     assert d.rejections(problem(), off)["fast"] == ["disabled by TMM_DISABLE or override"]
 
 
+@pytest.mark.parametrize("times", [FAST, {"fast": 200.0}, {"fast": 20.0, "blas": 20.0}])
+def test_a_disabled_baseline_is_measured_and_not_used(times: dict[Any, float]) -> None:
+    """A warning of a failed tuning for each problem was the price."""
+    d, timer = dispatcher(FakeBlas(), FakeKernel("fast"), times=times)
+    off = settings(disable=frozenset({"blas"}))
+    for m in (64, 200):
+        choice, _ = d.bound(problem(m), off)
+        assert (choice.candidate.kernel.name, choice.origin) == ("fast", "tuned")
+    assert set(timer.measured) == {"blas", "fast"}
+    assert {r.kernel for r in d.tune(problem(48), off).candidates} == {"blas", "fast"}
+
+
 def test_a_read_only_cache_costs_persistence_only(tmp_path: Path) -> None:
     root = tmp_path / "file"
     root.write_text("in the way")

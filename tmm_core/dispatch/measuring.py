@@ -82,12 +82,15 @@ class Measuring(Lookup):
         waiting."""
         if key.device.interpreted or self.record_of(key) or key in self.tuner.prepared:
             return  # an incomplete record lacks few kernels
-        self.tuner.prepare(key, self._with_baseline(able), self.hints(key))
+        self.tuner.prepare(key, self._with_baseline(key, able), self.hints(key))
 
-    def _with_baseline(self, able: list[Kernel[Any]]) -> list[Kernel[Any]]:
-        """The kernels, and BLAS for comparison."""
-        blas = [] if any(k.name == BASELINE for k in able) else [self.registry.kernel(BASELINE)]
-        return [*able, *blas]
+    def _with_baseline(self, key: Problem, able: list[Kernel[Any]]) -> list[Kernel[Any]]:
+        """The kernels, and BLAS for comparison: batch-invariant calls may not use it, or it is
+        disabled."""
+        blas = self.registry.kernel(BASELINE)
+        if any(k.name == BASELINE for k in able) or blas.reasons_against(key):
+            return able
+        return [*able, blas]
 
     def on_record(
         self,
@@ -106,7 +109,7 @@ class Measuring(Lookup):
             return record
         try:
             with self._lock:
-                return self._tune(key, self._with_baseline(able), settings, force=force)
+                return self._tune(key, able, settings, force=force)
         except Exception as error:  # tuning is a feature; the matmul must be answered
             reraise(error)
             self.warn_of_tuning(key, error, f"tuning failed: {error_text(error)}")
@@ -157,7 +160,7 @@ class Measuring(Lookup):
         Args:
             spent: Seconds of the budget spent on finding the kernels.
         """
-        findings = Findings()
+        findings, able = Findings(), self._with_baseline(key, able)
         # The previous holder of the lock may have stored the record.
         kept = None if force else self.record_of(key)
         hints = self.hints(key) if kept is None else NO_HINTS
