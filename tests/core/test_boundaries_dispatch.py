@@ -1904,3 +1904,15 @@ def test_a_choice_lasts_once_its_race_is_run(
         assert (choice.origin, choice.lasting) == ("cache", raced)
     quiet = d.choose(problem(), settings(on_cache_miss="heuristic"))
     assert quiet.lasting  # the mode measures nothing
+
+
+def test_a_record_of_the_exact_size_answers_although_it_lacks_a_kernel(tmp_path: Path) -> None:
+    """It was measured on purpose; a call completes only its bucket's record."""
+    d, timer = dispatcher(FakeBlas(), FakeKernel("old"), FakeKernel("new"), root=tmp_path)
+    exact = recorded(problem(m=50), result("old", 5.0, config={"tile": 1}), result("blas", 9.0))
+    d.store.save(DEVICE.gpu, DEVICE.environment, exact)
+    choice = d.choose(problem(m=50), settings())
+    assert (choice.candidate.kernel.name, choice.origin, choice.evidence) == ("old", "cache", None)
+    assert timer.measured == []
+    d.choose(problem(m=64), settings())
+    assert {*timer.measured} == {"blas", "old", "new"}

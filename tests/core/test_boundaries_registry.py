@@ -809,3 +809,54 @@ def test_a_registered_kernels_config_is_checked_when_it_is_read() -> None:
     ):
         query.read_config(checked, {"tile": 2})
     assert checked.fault is not None
+
+
+class Restless(FakeConfig):
+    """A config that never gives the same fields twice."""
+
+    def to_json(self) -> Any:
+        return {"tile": next(COUNT)}
+
+
+COUNT = itertools.count(1)
+
+
+class Unequal(FakeConfig):
+    def __eq__(self, other: object) -> bool:
+        return False
+
+    __hash__ = FakeConfig.__hash__
+
+
+class Rehashed(FakeConfig):
+    def __hash__(self) -> int:
+        return next(COUNT)
+
+
+class Lacking(FakeConfig):
+    def to_json(self) -> Any:
+        return {"tile": None}
+
+
+class Assuming(FakeConfig):
+    assumes = ("static_weights", "a\nb")
+
+
+@pytest.mark.parametrize(
+    ("config", "fault"),
+    [
+        (Restless(), "whose fields change"), (Unequal(), "which is not equal to itself"),
+        (Rehashed(), "whose hash changes"), (Lacking(), "a field that is None"),
+        (Assuming(), "a config that assumes 'a"), ("text", "'text', not a FakeConfig"),
+    ],
+)  # fmt: skip
+def test_what_is_no_config(config: Any, fault: str) -> None:
+    kernel = FakeKernel("k")
+    kernel.__dict__["configs"] = lambda problem: [FakeConfig(), config]
+    d, _ = dispatcher(FakeBlas(), kernel)
+    checked = d.registry.kernel("k")
+    with (
+        pytest.warns(TmmWarning, match=fault),
+        pytest.raises(PluginError, match=f"is set aside: configs gave .*{fault}"),
+    ):
+        checked.configs(problem())

@@ -572,4 +572,8 @@ FRESH = [
            "            reraise(error)\n            self.warn_of_tuning(key", "            self.warn_of_tuning(key",
            "a warning that is an error is taken for a failed tuning",
            (f"{DISPATCH}::test_a_warning_that_is_an_error_passes_every_guard",)),
+    Mutant("fresh-restless-config", "registry/query.py",
+           "if fields != parameters(config.to_json()):", "if False:",
+           "a config whose fields change is timed as one config and stored as another",
+           ("tests/core/test_boundaries_registry.py::test_what_is_no_config",)),
 ]  # fmt: skip
