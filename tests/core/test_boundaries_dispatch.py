@@ -1916,3 +1916,21 @@ def test_a_record_of_the_exact_size_answers_although_it_lacks_a_kernel(tmp_path:
     assert timer.measured == []
     d.choose(problem(m=64), settings())
     assert {*timer.measured} == {"blas", "old", "new"}
+
+
+def test_a_record_whose_kernels_name_no_arithmetic_is_no_rung() -> None:
+    kernel = Summing("k", {1: "one", 2: None})
+    d, _ = dispatcher(FakeBlas(), kernel)
+    rung = weight_problem(64)
+    able: list[Any] = [kernel]
+    blas = result("blas", 9.0, config={"tile": 1}, inside_us={33: 8.0})
+    one, none = (
+        result("k", us, config={"tile": tile}, inside_us={33: 7.0})
+        for us, tile in ((5.0, 1), (4.0, 2))
+    )
+    for results in ((blas,), (none, blas), (revised(blas, samples_us=(), status="failed"),)):
+        assert d._invariance._known(rung, able, recorded(rung, *results)) is None
+    found = d._invariance._known(rung, able, recorded(rung, one, none, blas))
+    assert found is not None
+    assert (found.best_us, found.times) == (4.0, {"one": 5.0})
+    assert [(each.best_us, each.times) for each in found.inside] == [(7.0, {"one": 7.0})]
