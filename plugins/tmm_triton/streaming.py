@@ -352,14 +352,14 @@ def layouts(
 ) -> tuple[gl.DistributedLinearLayout, gl.DistributedLinearLayout]:
     """The layouts of the weight's words, [warps_k, rows, 128 / per], and of a quarter of a step of
     ``a``, [warps_k, 16, block_m] pairs. Lanes hold what they multiply: four share a row, and each
-    has ``pieces`` of neighbouring words."""
-    piece, words = 32 // per // pieces, 128 // per  # words of a lane's piece and of a row
+    has ``pieces`` runs of neighbouring words."""
+    run, words = 32 // per // pieces, 128 // per  # words of a run and of a row
     split_k = [[1 << i, 0, 0] for i in range(_bits(warps_k))]
-    registers = [[0, 0, 1 << i] for i in range(_bits(piece))]
+    registers = [[0, 0, 1 << i] for i in range(_bits(run))]
     registers += [[0, 0, words // pieces << i] for i in range(_bits(pieces))]
     registers += [[0, 8, 0]]
     registers += [[0, 16 * warps_n << i, 0] for i in range(_bits(rows // (16 * warps_n)))]
-    quads = [[0, 0, piece], [0, 0, 2 * piece], [0, 1, 0], [0, 2, 0], [0, 4, 0]]
+    quads = [[0, 0, run], [0, 0, 2 * run], [0, 1, 0], [0, 2, 0], [0, 4, 0]]
     along_n = [[0, 16 << i, 0] for i in range(_bits(warps_n))]
     of_words = gl.DistributedLinearLayout(
         registers, quads, along_n + split_k, [], [warps_k, rows, words]
