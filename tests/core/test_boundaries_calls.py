@@ -144,6 +144,48 @@ def test_rows_of_experts_go_where_the_index_says() -> None:
     assert bare != full
 
 
+def test_a_layer_of_experts_takes_every_argument_of_a_grouped_product() -> None:
+    register(FakeKernel("fake"))
+    x, weight, bias, residual = operands((4, 8), (2, 6, 8), (2, 6), (4, 6))
+    ends = torch.tensor([1, 4], dtype=torch.int32)
+    index = torch.tensor([3, 0, 2, 1], dtype=torch.int32)
+    eights = x.to(torch.float8_e4m3fn), weight.to(torch.float8_e4m3fn)
+    scales = {"scale_a": torch.rand(4) + 1, "scale_b": torch.rand(2, 6) + 1}
+    plain = torch.cat([x[:1] @ weight[0].t(), x[1:] @ weight[1].t()])
+    each = bias[[0, 1, 1, 1]]
+
+    def layer(x: Tensor = x, weight: Tensor = weight, **more: Any) -> Tensor:
+        return tmm_core.grouped_linear(x, weight, offs=ends, **more)
+
+    expected: dict[str, tuple[dict[str, Any], Tensor]] = {
+        "bias": ({"bias": bias}, plain + each),
+        "residual": ({"residual": residual}, plain + residual),
+        "alpha": ({"alpha": -2.0, "bias": bias}, -2 * plain + each),
+        "epilogue": ({"epilogue": "relu"}, plain.relu()),
+        "dtype": ({"out_dtype": torch.float64}, plain.double()),
+        "a_index": ({"x": x[[1, 3, 2, 0]], "a_index": index}, plain),
+        "out_index": ({"out_index": index}, plain[[1, 3, 2, 0]]),
+        "weights": ({"out_weights": residual[:, 0]}, plain * residual[:, :1]),
+        "scales": (
+            dict(zip(("x", "weight"), eights, strict=True)) | scales | {"out_dtype": torch.float32},
+            layer(
+                eights[0].float() * scales["scale_a"][:, None],
+                eights[1].float() * scales["scale_b"][:, :, None],
+            ),
+        ),
+    }  # fmt: skip
+    for name, (more, right) in expected.items():
+        found = layer(**more)
+        assert found.dtype is right.dtype, name
+        torch.testing.assert_close(found, right, msg=lambda text, name=name: f"{name}: {text}")
+    out = torch.full((4, 6), torch.nan)
+    assert layer(out=out) is out
+    torch.testing.assert_close(out, plain)
+    for more in ({"kernel": "none"}, {"config": {"tile": 2}}, {"on_cache_miss": "never"}):
+        with pytest.raises((UnknownNameError, SettingsError)):
+            layer(**more)
+
+
 @pytest.mark.parametrize("function", ["plan", "problem"])
 def test_a_number_is_asked_for_in_the_name_of_the_function(function: str) -> None:
     a, b = operands((4, 8), (8, 6))

@@ -18,6 +18,7 @@ import tmm_core
 from tmm_core import Epilogue, Port, TmmWarning
 from tmm_core.epilogues import parse
 from tmm_core.interop import (
+    aten,
     aten_answers,
     aten_calls,
     autograd_state,
@@ -1014,3 +1015,31 @@ def test_as_many_answers_are_kept_as_plans(lasting: bool, monkeypatch: pytest.Mo
     assert aten_answers.through["part", 1] is aten_answers.THROUGH
     assert aten_answers._keep_for_good(("mm", 2)) is aten_answers.THROUGH
     assert "mm" not in aten_answers.through
+
+
+@pytest.mark.parametrize(
+    ("slowed", "saved_us", "left", "now"),
+    [
+        (8, 15.5, "", True), (8, 16.0, "", False), (8, 16.5, "", False), (9, 16.5, "", True),
+        (7, 0.0, "", False), (8, 15.5, "before", True),
+    ],
+)  # fmt: skip
+def test_an_operator_is_left_once_enough_calls_cost_more_than_they_saved(
+    slowed: int, saved_us: float, left: str, now: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(aten, "ENOUGH", 8)
+    monkeypatch.setattr(aten, "overhead_us", lambda name: {"mm": 2.0}[name])
+    operator = SimpleNamespace(name="mm", left=left, slowed=slowed, saved_us=0.0)
+    operator.settle = lambda: setattr(operator, "saved_us", saved_us)
+    operator.leave = lambda why: setattr(operator, "left", why)
+    block = aten.Enabled(("mm",), None, "heuristic", False, "CPU", {"mm": operator})  # type: ignore[dict-item]
+    block.review()
+    assert bool(operator.left) is now
+    if now and not left:
+        assert operator.left.startswith(f"{slowed} calls that torch answered ")
+        assert f"cost the host {slowed * 2 / 1e3:.1f} ms" in operator.left
+        assert operator.left.endswith(f"saved {saved_us / 1e3:.1f} ms")
+    else:
+        assert operator.left == left
+    block.again()
+    assert (operator.left, operator.slowed) == ("", 0 if now else slowed)

@@ -7,7 +7,9 @@ import os
 import struct
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import CellType, FunctionType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ pytest.importorskip("triton")
 
 import tmm_core
 from tmm_core import Epilogue, Port, epilogues
+from tmm_core.epilogues import _fast_math
 from tmm_core.epilogues._fast_math import polynomial
 from tmm_core.spec.epilogue import INTERNED
 from tmm_core.testing import EpilogueConformance
@@ -191,8 +194,17 @@ def test_what_is_no_device_function_is_refused() -> None:
         device_function(Epilogue("mine", torch.sin))
 
 
+#: Instructions for 32-bit floats, without their flags.
+INSTRUCTIONS: dict[str, Callable[..., float]] = {
+    "mov": lambda x: x,
+    "fma": lambda x, y, z: x * y + z,
+    "ex2": lambda x: 2.0**x,
+    "rcp": lambda x: 1 / x,
+}
+
+
 def evaluated(ptx: str, x: float) -> float:
-    """The result of a polynomial's PTX: moves and multiply-adds of 32-bit floats."""
+    """The result of PTX without branches, for its operand ``$1``."""
     values = {"$1": x}
 
     def value(name: str) -> float:
@@ -200,12 +212,10 @@ def evaluated(ptx: str, x: float) -> float:
             return struct.unpack(">f", bytes.fromhex(name[2:]))[0]  # type: ignore[no-any-return]
         return values[name]
 
-    for line in ptx.strip("{} ").split("; ")[1:]:
+    for line in ptx.strip("{} ").split("; "):
         operation, to, *of = line.rstrip(";").replace(",", "").split()
-        numbers = [value(name) for name in of]
-        values[to] = (
-            numbers[0] * numbers[1] + numbers[2] if operation == "fma.rn.f32" else numbers[0]
-        )
+        if operation != ".reg":
+            values[to] = INSTRUCTIONS[operation.partition(".")[0]](*map(value, of))
     return values["$0"]
 
 
@@ -223,3 +233,52 @@ def test_a_polynomials_ptx_and_plain_code_compute_the_same(coefficients: tuple[f
     closure = dict(zip(device.__code__.co_freevars, device.__closure__, strict=True))
     for x in (-1.5, 0.75, 2.0) if "ptx" in closure else ():
         assert evaluated(closure["ptx"].cell_contents, x) == powers(x)
+
+
+def on_numbers(function: Any, inline: bool, called: list[str]) -> Callable[[float], Any]:
+    """A device function that computes with Python's numbers, by inline PTX or by Triton's language.
+    The PTX that it executes is added to ``called``."""
+
+    def inlined(ptx: str, names: str, of: list[float], **more: Any) -> float:
+        assert (names, more) == ("=f,f", {"dtype": "fp32", "is_pure": True, "pack": 1})
+        called.append(ptx)
+        return evaluated(ptx, *of)
+
+    language = SimpleNamespace(
+        inline_asm_elementwise=inlined, float32="fp32", exp2=lambda x: 2.0**x, abs=abs,
+        where=lambda condition, x, y: x if condition else y,
+    )  # fmt: skip
+    names = {**function.__globals__, "tl": language, "INLINE_PTX": inline}
+    for name in ("exp2", "reciprocal"):
+        names[name] = FunctionType(getattr(_fast_math, name).__code__, names)
+    cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+    factor = cells["factor"].cell_contents if "factor" in cells else None
+    if isinstance(factor, FunctionType):
+        cells["factor"] = CellType(on_numbers(factor, inline, called))
+    return FunctionType(function.__code__, names, closure=tuple(cells.values()) or None)
+
+
+@pytest.mark.parametrize("x", [-3.0, -0.5, 0.25, 4.0])
+@pytest.mark.parametrize(
+    ("function", "expected", "instructions"),
+    [
+        pytest.param(_fast_math.exp2, lambda x: 2.0**x, 1, id="exp2"),
+        pytest.param(_fast_math.reciprocal, lambda x: 1 / x, 1, id="reciprocal"),
+        pytest.param(
+            _fast_math.logistic,
+            lambda x: (1 / (1 + 2.0**x), 2.0**x / (1 + 2.0**x) ** 2), 2, id="logistic",
+        ),
+        pytest.param(polynomial(0.5, -2.0), lambda x: 0.5 * x - 2, 0, id="line"),
+        pytest.param(polynomial(2.0, 0.5, -2.0), lambda x: (2 * x + 0.5) * x - 2, 1, id="parabola"),
+        pytest.param(
+            polynomial(-1.0, 2.0, 0.5, -2.0), lambda x: ((2 - x) * x + 0.5) * x - 2, 1, id="cubic",
+        ),
+    ],
+)  # fmt: skip
+def test_ptx_is_one_instruction_each_and_plain_code_computes_the_same(
+    function: Any, expected: Callable[[float], Any], instructions: int, x: float
+) -> None:
+    for inline in (True, False):
+        called: list[str] = []
+        assert on_numbers(function, inline, called)(x) == pytest.approx(expected(x), rel=1e-12)
+        assert len(called) == instructions * inline
