@@ -18,6 +18,7 @@ from fakes import FakeConfig, FakeKernel, register
 import tmm_core
 from tmm_core import Quantized, api, compat, foreign, grouped, interop, settings
 from tmm_core.errors import SettingsError, UnknownNameError
+from tmm_core.interop import fallbacks
 from tmm_core.spec.arguments import Arguments
 
 Tensor = torch.Tensor
@@ -110,6 +111,27 @@ def test_plain_products_of_shards_are_computed_where_they_lie(
     found: Any = api._sharded(given._replace(**changes), epilogue, True)
     assert found == ((epilogue or "", True) if in_place else None)
     assert calls == [Sharded] * in_place
+
+
+@pytest.mark.parametrize("error", [RuntimeError, ValueError])
+@pytest.mark.parametrize("learns", [False, True])
+def test_a_fault_of_the_fast_path_is_raised_unless_torch_serves_the_operands(
+    error: type[Exception], learns: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any, **__: Any) -> None:
+        raise error("out of luck")
+
+    monkeypatch.setattr(api.warm, "run", fails)
+    monkeypatch.setattr(api.autograd, "in_parts", fails)
+    a, b = operands((4, 8), (8, 6))
+    a.requires_grad_(learns)
+    with pytest.raises(error, match=r"^out of luck$"):
+        tmm_core.matmul(a, b)
+    with monkeypatch.context() as patch:
+        patch.setattr(fallbacks, "needs_fallback", lambda *_: True)
+        patch.setattr(api, "_of_any_type", lambda call, epilogue: (call.a, epilogue))
+        found: Any = tmm_core.matmul(a, b, epilogue="relu")
+    assert found == (a, "relu")
 
 
 def test_a_weight_has_two_dimensions() -> None:

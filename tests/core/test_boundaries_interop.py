@@ -947,6 +947,11 @@ PAIRS: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], int]] = {
     "up is read": (lambda a, b, c: (F.silu(a @ b) * (z := a @ c), z), (A, B, B2), 0),
     "gate is read": (lambda a, b, c: ((g := F.silu(a @ b)) * (a @ c), g), (A, B, B2), 0),
     "itself": (lambda a, b: F.silu(z := a @ b) * z, (A, B), 0),
+    "square": (lambda a, b: (g := F.silu(a @ b)) * g, (A, B), 0),
+    "number": (lambda a, b: F.silu(a @ b) * 2.0, (A, B), 0),
+    "two gates": (lambda a, b, c: F.silu(a @ b) * F.silu(a @ c), (A, B, B2), 0),
+    "other operand": (lambda a, b, r: F.silu(a @ b) * r, (A, B, R), 0),
+    "squared up": (lambda a, b, c: F.silu(a @ b) * (z := a @ c) * z, (A, B, B2), 0),
     "other columns": (
         lambda a, b, c: F.silu(a @ b) * (a @ c).expand(4, 6), (A, B, B2[:, :1].contiguous()), 0,
     ),
