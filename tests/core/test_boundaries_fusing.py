@@ -217,6 +217,44 @@ def test_each_pattern_at_its_edge(forward: Any, kinds: list[str], reason: str | 
     }  # fmt: skip
 
 
+class Named(nn.Module):
+    """Children whose names are those of methods of a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.exp, self.down = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.sigmoid = nn.SiLU()
+
+
+def method_named_as_a_layer(self: Any, x: Tensor) -> Tensor:
+    return F.relu(self.up(x).exp())
+
+
+def method_named_as_an_activation(self: Any, x: Tensor) -> Tensor:
+    return self.up(x).sigmoid()  # type: ignore[no-any-return]
+
+
+def method_as_a_gate(self: Any, x: Tensor) -> Tensor:
+    return self.down(self.up(x).sigmoid() * self.exp(x))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("forward", "fused"),
+    [
+        (method_named_as_a_layer, []),
+        (method_named_as_an_activation, ["linear(epilogue='sigmoid')"]),
+        (method_as_a_gate, ["linear(epilogue='sigmoid')"]),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_a_method_of_a_tensor_is_no_child_of_the_same_name(forward: Any, fused: list[str]) -> None:
+    model = type("Model", (Named,), {"forward": forward})()
+    right = model(X)
+    report = convert(model)
+    assert [change.after for change in report.changes if change.kind == "epilogue"] == fused
+    torch.testing.assert_close(model(X), right, rtol=1e-5, atol=1e-5)
+
+
 class Called:
     """A forward that is a callable object, not a function."""
 

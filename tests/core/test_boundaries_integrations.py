@@ -165,6 +165,15 @@ def test_a_class_is_looked_at_once(
     assert len(looked) == 2
 
 
+def test_a_module_with_a_forward_of_its_own_proves_nothing_of_its_class(
+    products: list[str | None],
+) -> None:
+    own = Gated()
+    own.forward = other = lambda x: x  # type: ignore[method-assign,assignment]
+    assert not kernel_layers.is_gated_mlp(own)
+    assert own.forward is other
+
+
 def test_layers_by_the_names_of_mappings() -> None:
     gated = dict.fromkeys(("SwiGLUMLP", "GeGLUMLP", "GatedMLP"), kernel_layers.GatedMLP)
     plain = {"Linear": kernel_layers.Linear, "Conv1D": kernel_layers.Conv1D}
