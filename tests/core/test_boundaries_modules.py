@@ -152,6 +152,11 @@ def test_modules_that_are_epilogues(module: nn.Module, epilogue: str | None) -> 
         (lambda self, x: torch.square(F.relu(x)), "relu2"),
         (lambda self, x: 0.5 * x * (1 + torch.erf(x / 2**0.5)), "gelu"),
         (lambda self, x: torch.tanh(x) + 0 * x, "tanh"), (lambda self, x: torch.abs(x), None),
+        (lambda self, x: F.relu(x) if self.training else torch.tanh(x), None),
+        (lambda self, x: F.relu(x) if self.training else torch.relu(x), "relu"),
+        (lambda self, x: F.relu(x) if self.training else x, None),
+        (lambda self, x: (F.relu(x), F.silu(x))[0], None), (lambda self, x: x, None),
+        (lambda self, x: (F.relu(x), F.relu(x)), None),
     ],
 )  # fmt: skip
 def test_formulas_of_activations(forward: Any, epilogue: str | None) -> None:

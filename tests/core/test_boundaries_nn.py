@@ -255,6 +255,167 @@ def test_projections_in_a_graph_are_those_of_each_weight(
         torch.testing.assert_close(x.grad, weight.sum(0).expand(2, 3, 6))
 
 
+class Projects:
+    """Forwards that project one tensor into heads, or just do not."""
+
+    q: Any
+    k: Any
+    v: Any
+
+    def plain(self, x: Any) -> Any:
+        before = x + 1
+        leading = x.shape[:-1]
+        heads = (*leading, -1, 8)
+        q = self.q(x).view(heads)
+        k = self.k(x).view(*heads).transpose(1, 2)
+        return before, q, k, x + 1
+
+    def in_one_step(self, x: Any) -> Any:
+        leading = x.shape[:-1]
+        heads = (*leading, -1, 8)
+        q, k = self.q(x).view(heads), self.k(x).view(heads)
+        return q, k
+
+    def of_the_second_tensor(self, x: Any, y: Any) -> Any:
+        leading = y.shape[:-1]
+        heads = (*leading, -1, 8)
+        q = self.q(x)
+        k = self.k(y).view(heads)
+        v = self.v(y).view(heads)
+        return q, k, v
+
+    def one(self, x: Any) -> Any:
+        leading = x.shape[:-1]
+        heads = (*leading, -1, 8)
+        return self.q(x).view(heads)
+
+    def twice(self, x: Any) -> Any:
+        leading = x.shape[:-1]
+        heads = (*leading, -1, 8)
+        q = self.q(x).view(heads)
+        k = self.q(x).view(heads)
+        return q, k
+
+    def used_between(self, x: Any) -> Any:
+        leading = x.shape[:-1]
+        heads = (*leading, -1, 8)
+        q = self.q(x).view(heads)
+        x.add_(1)
+        k = self.k(x).view(heads)
+        return q, k
+
+    def of_fewer_dimensions(self, x: Any) -> Any:
+        leading = x.shape[:-2]
+        heads = (*leading, -1, 8)
+        q = self.q(x).view(heads)
+        k = self.k(x).view(heads)
+        return q, k
+
+    def with_another_shape(self, x: Any) -> Any:
+        leading = x.shape[:-1]
+        heads = (*leading, -1, 8, 1)
+        q = self.q(x).view(heads)
+        k = self.k(x).view(heads)
+        return q, k
+
+    def with_two_shapes(self, x: Any) -> Any:
+        leading = x.shape[:-1]
+        heads = (*leading, -1, 8)
+        heads = (*leading, -1, 4)
+        q = self.q(x).view(heads)
+        k = self.k(x).view(heads)
+        return q, k
+
+    def of_another_x(self, x: Any) -> Any:
+        leading = x.shape[:-1]
+        heads = (*leading, -1, 8)
+        x = x[0]
+        q = self.q(x).view(heads)
+        k = self.k(x).view(heads)
+        return q, k
+
+    def into_the_heads_of_another(self, x: Any, y: Any) -> Any:
+        leading = y.shape[:-1]
+        heads = (*leading, -1, 8)
+        q = self.q(x).view(heads)
+        k = self.k(x).view(heads)
+        return q, k
+
+    def on_a_condition(self, x: Any) -> Any:
+        leading = x.shape[:-1]
+        heads = (*leading, -1, 8)
+        q = self.q(x).view(heads)
+        k = self.k(x).view(heads) if self.k else q
+        return q, k
+
+    def returned(self, x: Any) -> Any:
+        leading = x.shape[:-1]
+        heads = (*leading, -1, 8)
+        q = self.q(x).view(heads)
+        return q, self.k(x).view(heads)
+
+    def reshaped(self, x: Any) -> Any:
+        leading = x.shape[:-1]
+        heads = (*leading, -1, 8)
+        q = self.q(x).reshape(heads)
+        k = self.k(x).reshape(heads)
+        return q, k
+
+    def with_another_argument(self, x: Any) -> Any:
+        leading = x.shape[:-1]
+        heads = (*leading, -1, 8)
+        q = self.q(x, out=None).view(heads)
+        k = self.k(x).view(heads)
+        return q, k
+
+    no_function = len
+    without_a_name = lambda self, x: x  # noqa: E731
+
+
+@pytest.mark.parametrize(
+    ("forward", "names"),
+    [
+        ("plain", ("q", "k")), ("in_one_step", ("q", "k")), ("of_the_second_tensor", ("k", "v")),
+        *((name, ()) for name in (
+            "one", "twice", "used_between", "of_fewer_dimensions", "with_another_shape",
+            "with_two_shapes", "of_another_x", "into_the_heads_of_another", "on_a_condition",
+            "returned", "reshaped", "with_another_argument", "no_function", "without_a_name",
+        )),
+    ],
+)  # fmt: skip
+def test_projections_of_one_tensor_are_read_from_a_source(
+    forward: str, names: tuple[str, ...]
+) -> None:
+    kind = type("Attention", (nn.Module,), {"forward": vars(Projects)[forward]})
+    assert projections.names_of(kind) == names
+
+
+@pytest.mark.parametrize(
+    ("formats", "joined"),
+    [
+        (("int8", "int8"), True), (("fp8", "fp8"), True), (("int8", "fp8"), False),
+        (("int4", "int4"), True), (("int4", "int8"), False),
+    ],
+)  # fmt: skip
+def test_quantised_weights_of_one_format_are_joined(formats: tuple[str, str], joined: bool) -> None:
+    parts: Any = [stored_weights.quantised(torch.randn(4, 64), name) for name in formats]
+    before = [part.dequantize() for part in parts]
+    assert stackable(parts) is joined
+    stack(parts)
+    both = stacked(parts)
+    assert (both is not None) is joined
+    for part, values in zip(parts, before, strict=True):
+        assert torch.equal(part.dequantize(), values)
+    if both is not None:
+        assert torch.equal(both.dequantize(), torch.cat(before))  # type: ignore[operator]
+        address = both.stored.data_ptr()  # type: ignore[attr-defined]
+        stack(parts)  # a second call moves nothing
+        assert stacked(parts).stored.data_ptr() == address  # type: ignore[union-attr]
+        assert stacked(parts[::-1]) is None
+    assert stacked([parts[0], torch.randn(4, 64)]) is None
+    assert not stackable([parts[0], torch.randn(4, 64)])
+
+
 # -- experts ------------------------------------------------------------------------------
 
 
