@@ -255,6 +255,61 @@ def test_a_method_of_a_tensor_is_no_child_of_the_same_name(forward: Any, fused: 
     torch.testing.assert_close(model(X), right, rtol=1e-5, atol=1e-5)
 
 
+SCALES = [2.0]
+
+
+class OfATable(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(self.up(x)) * SCALES[0]
+
+
+class OfNoTable(OfATable):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(self.up(x)) * 2.0
+
+
+class Inherits(OfATable):
+    pass
+
+
+class Calls(OfATable):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + 1
+
+
+class CallsTwice(Calls):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + 1
+
+
+class Plain(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(self.up(x))
+
+
+class CallsNoTable(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * 2.0
+
+
+@pytest.mark.parametrize(
+    ("kind", "proven"),
+    [
+        (OfATable, False), (Inherits, False), (Calls, False), (CallsTwice, False),
+        (OfNoTable, True), (CallsNoTable, True),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)  # fmt: skip
+def test_a_proof_reads_the_forwards_that_are_called(kind: Any, proven: bool) -> None:
+    model = kind()
+    right = model(X)
+    report = convert(model)
+    reason = "its forward uses SCALES, which its trace does not show"
+    assert {each.reason for each in report.not_fused} == (set() if proven else {reason})
+    assert ("epilogue" in [change.kind for change in report.changes]) is proven
+    torch.testing.assert_close(model(X), right, rtol=1e-5, atol=1e-5)
+
+
 class Called:
     """A forward that is a callable object, not a function."""
 
