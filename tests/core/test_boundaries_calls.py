@@ -134,6 +134,37 @@ def test_a_fault_of_the_fast_path_is_raised_unless_torch_serves_the_operands(
     assert found == (a, "relu")
 
 
+@pytest.mark.parametrize(("force", "budget"), [(False, None), (True, 7.5)])
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_problems_are_tuned_in_order_while_the_next_is_prepared(
+    count: int, force: bool, budget: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[Any] = []
+
+    def prepare(problem: Any, current: Any, force: bool) -> None:
+        done.append(("prepare", problem.m, current.tune_budget, force))
+
+    def tune(problem: Any, current: Any, force: bool) -> int:
+        done.append(("tune", problem.m, current.tune_budget, force))
+        return int(problem.m)
+
+    problems = [tmm_core.problem(*operands((m, 8), (8, 6))) for m in range(1, count + 1)]
+    seconds = settings.current().tune_budget if budget is None else budget
+    chooser = SimpleNamespace(prepare=prepare, tune=tune)
+    monkeypatch.setattr(api, "dispatch", SimpleNamespace(default_dispatcher=lambda: chooser))
+    monkeypatch.setattr(api.warm, "forget_plans", lambda: done.append("forget"))
+    given: Any = problems[0] if count == 1 else iter(problems)
+    records: Any = tmm_core.tune(given, force=force, budget=budget)
+    assert records == [*range(1, count + 1)]
+    steps = {0: "", 1: "t1", 3: "p2 t1 p3 t2 t3"}[count].split()
+    named = {"p": "prepare", "t": "tune"}
+    expected = [(named[step[0]], int(step[1]), seconds, force) for step in steps]
+    assert done == [*expected, "forget"]
+    with pytest.raises(TypeError, match=r"tune\(\) takes problems, .*, not str"):
+        tmm_core.tune([*problems, "2x3"])  # type: ignore[list-item]
+    assert len(done) == len(expected) + 1
+
+
 def test_a_weight_has_two_dimensions() -> None:
     x, weight = operands((4, 8), (2, 6, 8))
     message = r"linear\(\): weight must be 2-D \[N, K\], got 3D"
