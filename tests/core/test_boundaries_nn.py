@@ -27,7 +27,7 @@ from tmm_core.nn import (
     stored_weights,
 )
 from tmm_core.nn.gated_product import _Joint, gated_linear, joint_operands
-from tmm_core.nn.joint_storage import seen_alone, stack, stackable, stacked
+from tmm_core.nn.joint_storage import against_one_product, seen_alone, stack, stackable, stacked
 from tmm_core.nn.together import do_no_more
 
 Tensor = torch.Tensor
@@ -88,6 +88,18 @@ def test_parameters_are_joined_if_each_has_its_memory_to_itself() -> None:
         nn.Parameter(torch.randn(5, 6)[:4]), nn.Parameter(torch.empty(4, 6, device="meta")),
     ):  # fmt: skip
         assert not stackable((alone, other))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_weight_in_a_storage_with_another_tensor_is_not_joined(bias: bool) -> None:
+    layers = [nn.Linear(6, 4, bias) for _ in range(2)]
+    alone = {t.data_ptr(): 1 for layer in layers for t in layer.parameters()}
+    assert against_one_product(layers, lambda: alone) is None
+    for address in alone:
+        shared = alone | {address: 2}
+        reason = against_one_product(layers, lambda shared=shared: shared)  # type: ignore[misc]
+        assert reason is not None
+        assert reason.startswith("their weights share memory with others")
 
 
 @pytest.mark.parametrize("dtype", [FP32, FP16, torch.float64])
