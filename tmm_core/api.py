@@ -128,16 +128,20 @@ def matmul(
     return _of_any_type(call, epilogue)
 
 
-def _of_any_type(call: Arguments, epilogue: EpilogueLike) -> Tensor:
-    """:func:`_answer`, or torch's own product if a tensor's type lacks tmm's operators."""
+def _of_any_type(call: Arguments, epilogue: EpilogueLike, transposed: bool = False) -> Tensor:
+    """:func:`_answer`, or torch's own product if a tensor's type lacks tmm's operators.
+
+    Args:
+        transposed: ``b`` is a layer's weight, ``[N, K]``.
+    """
     try:
-        return _answer(call, epilogue)
+        return _answer(call._replace(b=call.b.t()) if transposed else call, epilogue)
     except (NotImplementedError, TypeError) as error:
         reraise(error)
         if not fallbacks.foreign(call.a, call.b, call.bias):
             raise
     with compat.uncast(call.out):
-        return fallbacks.by_type(call._replace(epilogue=interned_text(epilogue)))
+        return fallbacks.by_type(call._replace(epilogue=interned_text(epilogue)), transposed)
 
 
 def _sharded(call: Arguments, epilogue: EpilogueLike, transposed: bool = False) -> Tensor | None:
@@ -301,15 +305,8 @@ def linear(
         y = _sharded(call, epilogue, transposed=True)
         if y is not None:
             return y
-    try:
-        with settings.override(**forced) if any(forced.values()) else nullcontext():
-            return _answer(call._replace(b=weight.t()), epilogue)
-    except (NotImplementedError, TypeError) as error:  # a type lacks tmm's operators
-        reraise(error)
-        if not fallbacks.foreign(x, weight, bias):
-            raise
-    with settings.override(**forced), compat.uncast(out):
-        return fallbacks.by_type(call._replace(epilogue=interned_text(epilogue)), linear=True)
+    with settings.override(**forced) if any(forced.values()) else nullcontext():
+        return _of_any_type(call, epilogue, transposed=True)
 
 
 def plan(

@@ -219,7 +219,7 @@ CONVERTED = [
            "untyped_storage().data_ptr()] > 2", "weights that share memory are moved",
            (f"{NN}::test_weights_that_share_memory_with_others_are_not_moved",)),
     Mutant("convert-foreign-weight", "api.py",
-           "        if not fallbacks.foreign(x, weight, bias):\n            raise\n", "        raise\n",
+           "        if not fallbacks.foreign(call.a, call.b, call.bias):\n            raise\n", "        raise\n",
            "a quantised weight is transposed, which its type cannot",
            (f"{MODELS}::test_quantised_weights",)),
     Mutant("convert-foreign-alpha", "interop/fallbacks.py",

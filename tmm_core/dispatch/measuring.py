@@ -85,8 +85,8 @@ class Measuring(Lookup):
         self.tuner.prepare(key, self._with_baseline(key, able), self.hints(key))
 
     def _with_baseline(self, key: Problem, able: list[Kernel[Any]]) -> list[Kernel[Any]]:
-        """The kernels, and BLAS for comparison: batch-invariant calls may not use it, or it is
-        disabled."""
+        """The kernels and BLAS. It is measured for comparison even where calls may not use it: in
+        batch-invariant mode, or if a setting disables it."""
         blas = self.registry.kernel(BASELINE)
         if any(k.name == BASELINE for k in able) or blas.reasons_against(key):
             return able

@@ -108,10 +108,8 @@ def device(options: argparse.Namespace) -> torch.device:
     """
     has_gpu = torch.cuda.is_available()
     text = options.device or ("cuda" if has_gpu else "cpu")
-    try:
+    with usage(f"--device {text}", RuntimeError):
         chosen = torch.device(text)
-    except RuntimeError as error:
-        raise UsageError(f"--device {text}: {str(error).splitlines()[0]}") from None
     if chosen.type not in ("cpu", "cuda"):
         raise UsageError(f"--device {text}: kernels run on cpu and cuda")
     if chosen.type == "cuda":
