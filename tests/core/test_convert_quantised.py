@@ -168,7 +168,7 @@ def test_gate_and_up_that_were_quantised_before_are_one_product(
     mlp: Any = nn.Sequential(MLP(True)).eval()
     for layer in (mlp[0].gate, mlp[0].up):
         quantised = stored_weights.quantised(torch.randn(96, 64), format)
-        layer.weight = stored_weights.parameter(quantised)
+        layer.weight = nn.Parameter(quantised, requires_grad=False)
     x = torch.randn(5, 64)
     with torch.no_grad():
         expected = mlp(x)

@@ -35,7 +35,7 @@ CONVERTED = [
            "scales that were converted once keep their first values",
            (f"{STORED}::test_scales_are_read_again_after_they_changed",)),
     Mutant("convert-experts-turned", "nn/convert.py",
-           "rounded = stored_weights.parameter(stored.mT if turned else stored)", "rounded = stored_weights.parameter(stored)",
+           "nn.Parameter(stored.mT if turned else stored, requires_grad=False)", "nn.Parameter(stored, requires_grad=False)",
            "gpt-oss's experts keep a weight of another layout",
            (f"{STORED}::test_weights_of_experts_are_rounded",)),
     Mutant("convert-rounded-activations", "nn/stored_weights.py",

@@ -9,9 +9,11 @@ from __future__ import annotations
 import copyreg
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import nn
+
+from tmm_core.settings import with_static_weights
 
 _made: dict[Any, type[nn.Module]] = {}
 
@@ -70,11 +72,20 @@ def _new(recipe: _Recipe) -> Any:
 
 
 class ProductLayer(nn.Module):
-    """Base of the classes of other libraries' layers whose one product tmm computes."""
+    """Base of the classes of layers whose one product tmm computes."""
 
     #: Run the product under the setting ``static_weights``. Assign to change it.
     static_weights = False
-    _text = ""  # the layer itself has no epilogue
+    #: The class of layers whose product can take an epilogue. A subclass is not of this class.
+    computes_product: ClassVar[type]
+    #: The text of the layer's own epilogue.
+    _text = ""
+
+    def _run(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """``function(*arguments)``, under the setting if it is set."""
+        if self.static_weights:
+            return with_static_weights(function, *arguments)
+        return function(*arguments)
 
     @classmethod
     def swapped(cls, kind: type[nn.Module]) -> Any:

@@ -10,7 +10,6 @@ from tmm_core import api
 from tmm_core.interop import fallbacks
 from tmm_core.nn.classes import ProductLayer, loaded
 from tmm_core.nn.linear import is_leaf, leaf
-from tmm_core.settings import with_static_weights
 
 Tensor = torch.Tensor
 
@@ -25,20 +24,15 @@ class Conv1DProduct(ProductLayer):
     def product(self, x: Tensor, epilogue: str) -> Tensor:
         """``epilogue(x @ weight + bias)``, where weight and bias are plain parameters."""
         of: Any = self._parameters
-        if self.static_weights:
-            return with_static_weights(_matmul, x, of["weight"], of["bias"], epilogue)
-        return api.matmul(x, of["weight"], bias=of["bias"], epilogue=epilogue)
+        return self._run(_matmul, x, of["weight"], of["bias"], epilogue)  # type: ignore[no-any-return]
 
     def forward(self, x: Tensor) -> Any:
         if type(x) is not Tensor and is_leaf(self, x):
             return leaf(self, x)
         weight: Any = self.weight
-        bias: Any = self.bias
         if fallbacks.foreign(weight):
             return super().forward(x)  # Conv1D's
-        if self.static_weights:
-            return with_static_weights(_matmul, x, weight, bias, "")
-        return api.matmul(x, weight, bias=bias)
+        return self._run(_matmul, x, weight, self.bias, "")
 
 
 def _matmul(x: Tensor, weight: Tensor, bias: Any, epilogue: str) -> Tensor:

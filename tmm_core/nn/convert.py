@@ -176,7 +176,7 @@ class _Conversion:
     def _layer(self, layer: nn.Module) -> Any:
         """The new class of a layer with a product; None: it has no product, or stays torch's."""
         kind = type(layer)
-        if kind is Linear or getattr(kind, "computes_product", None) is kind:
+        if getattr(kind, "computes_product", None) is kind:
             return None if layer._text else kind
         theirs = conv1d.theirs()
         if kind is fp8_linear.theirs():
@@ -302,7 +302,7 @@ class _Conversion:
                 reraise(error)
                 self._leave(layer, f"{its} is not rounded: {error}")
                 continue
-            rounded = stored_weights.parameter(stored.mT if turned else stored)
+            rounded = nn.Parameter(stored.mT if turned else stored, requires_grad=False)
             layer._parameters[name] = rounded
             made = Rounded(layer, name, rounded, weight.dtype, weight.requires_grad)
             self._report.rounded.append(made)
@@ -358,7 +358,7 @@ class _Conversion:
 def _grouped(kind: Any) -> Any:
     """The class of an expert layer of Transformers with grouped products."""
     base = experts.TransformersExperts
-    return subclass(kind, base, "", (_grouped, kind), gate_kind=kind)
+    return subclass(kind, base, "", (_grouped, kind))
 
 
 def _unfit(layer: nn.Module, *parameters: torch.Tensor | None) -> str | None:

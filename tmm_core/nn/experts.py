@@ -258,8 +258,6 @@ _KEPT = "_tmm_epilogue"
 class TransformersExperts(nn.Module):
     """A Transformers expert layer with :func:`forward`; both share all attributes."""
 
-    #: The class whose ``_apply_gate`` it uses.
-    gate_kind: type[nn.Module]
     #: Round activations to 8-bit floats if the weights are 8-bit floats.
     rounds_activations = False
 
@@ -271,7 +269,7 @@ class TransformersExperts(nn.Module):
         return epilogue_of(self)
 
     def extra_repr(self) -> str:
-        return f"{self.gate_kind.__name__}, epilogue={self.epilogue!r}"
+        return f"{type(self).__name__}, epilogue={self.epilogue!r}"
 
 
 def is_theirs(layer: nn.Module) -> bool:

@@ -14,7 +14,6 @@ from tmm_core.interop import autograd_state
 from tmm_core.nn import stored_weights
 from tmm_core.nn.classes import ProductLayer, loaded
 from tmm_core.quantized import Quantized
-from tmm_core.settings import with_static_weights
 
 Tensor = torch.Tensor
 
@@ -62,9 +61,7 @@ class FP8Product(ProductLayer):
         if self.rounds_activations and isinstance(weight, Quantized):
             options["out_dtype"] = x.dtype
             x = stored_weights.rounded_rows(x, weight)
-        if self.static_weights:
-            return with_static_weights(partial(api.linear, **options), x, weight, own.bias)
-        return api.linear(x, weight, own.bias, **options)
+        return self._run(partial(api.linear, **options), x, weight, own.bias)  # type: ignore[no-any-return]
 
     def forward(self, input: Tensor) -> Any:
         if autograd_state.recorded(input, self.bias):  # type: ignore[arg-type]

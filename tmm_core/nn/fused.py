@@ -71,12 +71,6 @@ def computes_product(layer: Any) -> bool:
     return stored_weights.is_readable(weight) and not interposed(layer)
 
 
-def product(layer: Any, x: Tensor, epilogue: str) -> Tensor:
-    """The product of a layer that :func:`computes_product`, finished by ``epilogue``."""
-    found: Tensor = layer.product(x, epilogue)
-    return found
-
-
 def _forward(assumed: Assumed, fused: Any, symbols: bool = False) -> Any:
     """A forward that calls ``fused`` while the assumptions hold, and otherwise the class's own.
 
@@ -97,9 +91,9 @@ def _forward(assumed: Assumed, fused: Any, symbols: bool = False) -> Any:
     return forward
 
 
-def programmed(assumed: Assumed, training: fx.Graph, evaluation: fx.Graph) -> Any:
-    """The class of modules that run one of these graphs."""
-    sources = [graph.python_code("self") for graph in (training, evaluation)]
+def programmed(assumed: Assumed, graphs: tuple[fx.Graph, fx.Graph]) -> Any:
+    """The class of modules that run one of these graphs, in training or in evaluation."""
+    sources = [graph.python_code("self") for graph in graphs]
     in_training, in_evaluation = map(_compiled, sources)
 
     def fused(self: Any, x: Tensor) -> Any:
@@ -139,7 +133,7 @@ def sequential(kind: Any, known: tuple[Activation, ...]) -> Any:
                 continue
             epilogue = _epilogue(known, after)
             if epilogue and isinstance(input, Tensor) and computes_product(module):
-                input, fused = product(module, input, epilogue), after
+                input, fused = module.product(input, epilogue), after
             else:
                 input = module(input)
         return input

@@ -7,12 +7,12 @@ The result is a program: the traced graph, with each product and its activation 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import fx
 
 from tmm_core.epilogues import GATED_BY
 from tmm_core.nn.activation import Activation, of_node
@@ -32,10 +32,10 @@ class Fusion:
 
 @dataclass
 class Program:
-    """A forward with fused products, for training and for evaluation."""
+    """A forward with fused products."""
 
-    training: fx.Graph
-    evaluation: fx.Graph
+    #: For training, and for evaluation.
+    graphs: tuple[fx.Graph, fx.Graph]
     fusions: list[Fusion]
     #: Activations that are not fused: the layer's name, the activation, and the reason.
     apart: list[tuple[str, str, str]] = field(default_factory=list)
@@ -52,42 +52,38 @@ class Gating:
     epilogue: str
 
 
-#: Computes a product with an epilogue: ``(layer, x, epilogue)``.
-Product = Callable[[nn.Module, torch.Tensor, str], torch.Tensor]
+def product(layer: Any, x: torch.Tensor, epilogue: str) -> torch.Tensor:
+    """The product of a child, finished by ``epilogue``, as programs call it."""
+    found: torch.Tensor = layer.product(x, epilogue)
+    return found
 
 
-def program(
-    traced: Trace, layers: set[str], known: Mapping[str, Activation], product: Product
-) -> Program:
+def program(traced: Trace, layers: set[str], known: Mapping[str, Activation]) -> Program:
     """The program of a module.
 
     Args:
         traced: The module's forward.
-        layers: Names of the children that compute ``product`` with an empty epilogue.
+        layers: Names of the children that compute a :func:`product` with an empty epilogue.
         known: Its children that are activations.
-        product: What the program calls.
     """
-    found = [_Rewriting(graph, layers, known, product) for graph in traced.graphs]
-    training, evaluation = found
+    training, evaluation = (_Rewriting(graph, layers, known) for graph in traced.graphs)
     if set(training.fusions) != set(evaluation.fusions):
         apart = [(f.layer, f.activation or f.epilogue, "it depends on the mode")
                  for f in {*training.fusions} ^ {*evaluation.fusions}]  # fmt: skip
-        return Program(*traced.graphs, [], apart)
+        return Program(traced.graphs, [], apart)
     fusions = list(dict.fromkeys(training.fusions))
     apart = list(dict.fromkeys(training.apart + evaluation.apart))
-    return Program(training.graph, evaluation.graph, fusions, apart)
+    return Program((training.graph, evaluation.graph), fusions, apart)
 
 
 class _Rewriting:
     """A copy of a graph, with fused products."""
 
-    def __init__(
-        self, graph: fx.Graph, layers: set[str], known: Mapping[str, Activation], product: Product
-    ) -> None:
+    def __init__(self, graph: fx.Graph, layers: set[str], known: Mapping[str, Activation]) -> None:
         self.graph, self.fusions = fx.Graph(), list[Fusion]()
         self.apart: list[tuple[str, str, str]] = []
         self.graph.output(self.graph.graph_copy(graph, {}))
-        self._layers, self._known, self._product = layers, known, product
+        self._layers, self._known = layers, known
         for node in list(self.graph.nodes):
             if (name := self._activation(node)) is not None:
                 self._consider(node, name)
@@ -142,7 +138,7 @@ class _Rewriting:
         with self.graph.inserting_before(source):
             layer = self.graph.create_node("get_attr", fusion.layer)
             args: Any = (layer, *source.all_input_nodes, fusion.epilogue)
-            fused = self.graph.call_function(self._product, args)
+            fused = self.graph.call_function(product, args)
         last.replace_all_uses_with(fused)
         for node in _unused(last, source):
             self.graph.erase_node(node)

@@ -17,7 +17,7 @@ from torch import nn
 from tmm_core import compat, dispatch
 from tmm_core.epilogues import GATED_BY
 from tmm_core.interop import autograd_state
-from tmm_core.nn.gated_product import gated, gated_linear, joint_operands, learn, run, two_products
+from tmm_core.nn.gated_product import gated, gated_linear, learn, run, two_products
 from tmm_core.nn.joint_storage import move_together, whole
 from tmm_core.nn.linear import Linear, is_leaf, leaf
 from tmm_core.nn.together import Together, do_no_more
@@ -122,14 +122,6 @@ class GatedMLP(Together):
     def epilogue(self) -> str:
         """The gated epilogue's key."""
         return self._text
-
-    @property
-    def merged(self) -> bool:
-        """Whether gate and up are one weight in memory, and can be one product."""
-        gate, up, _ = self._layers()
-        if not (isinstance(gate, nn.Linear) and isinstance(up, nn.Linear)):
-            return False
-        return joint_operands(gate.weight, up.weight, gate.bias, up.bias) is not None
 
     def _together(self) -> list[Any]:
         return self._layers()[:2]

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import fx, nn
 
 from tmm_core import api, compat, dispatch
 from tmm_core.interop import fallbacks
+from tmm_core.nn.classes import ProductLayer
 from tmm_core.settings import with_static_weights
 from tmm_core.spec.epilogue import EpilogueLike
 
 
-class Linear(nn.Linear):
+class Linear(ProductLayer, nn.Linear):
     """``epilogue(x @ weight.T + bias)``: torch's layer, parameter names and initialisation.
 
     >>> Linear(8, 16, epilogue="silu")
@@ -35,13 +36,8 @@ class Linear(nn.Linear):
             of features.
     """
 
-    #: Run the product under the setting ``static_weights``. Assign to change it.
-    static_weights = False
-    #: The class of layers whose product can take an epilogue.
-    computes_product: ClassVar[type]
-    # Also on the class: convert changes the class of torch's layers, whose instances lack them.
+    # Also on the class: convert changes the class of torch's layers, whose instances lack it.
     _epilogue: EpilogueLike = None
-    _text = ""
     #: While attention's forward runs: computes this product together with others of the same input
     #: (:mod:`tmm_core.nn.projections`).
     _once: Any = None
@@ -101,20 +97,16 @@ class Linear(nn.Linear):
     def product(self, input: torch.Tensor, epilogue: str) -> torch.Tensor:
         """``epilogue(input @ weight.T + bias)`` of a layer's own parameters."""
         of: Any = self._parameters  # not through __getattr__, which costs 0.3 µs each
-        if type(of["weight"]) is not nn.Parameter and fallbacks.foreign(of["weight"]):
-            return self._by_type(input, of["weight"], of["bias"], epilogue)
-        if self.static_weights:
-            operands = input, of["weight"], of["bias"], epilogue
-            return with_static_weights(finished_linear, *operands)
-        return api.linear(input, of["weight"], of["bias"], epilogue=epilogue)
+        weight = of["weight"]
+        if type(weight) is not nn.Parameter and fallbacks.foreign(weight):
+            return self._by_type(input, weight, of["bias"], epilogue)
+        return self._run(finished_linear, input, weight, of["bias"], epilogue)  # type: ignore[no-any-return]
 
     def _by_type(self, *call: Any) -> torch.Tensor:
         """The product with a weight of another library's type."""
         from tmm_core.nn import stored_weights  # imports what few models need
 
-        if self.static_weights:
-            return with_static_weights(stored_weights.product, *call)
-        return stored_weights.product(*call)
+        return self._run(stored_weights.product, *call)  # type: ignore[no-any-return]
 
     def extra_repr(self) -> str:
         text = super().extra_repr()

@@ -12,13 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from tmm_core import api
 from tmm_core.errors import reraise
 from tmm_core.nn.classes import ProductLayer, own
 from tmm_core.nn.linear import finished_linear
-from tmm_core.nn.stored_weights import parameter
 from tmm_core.quantized import Quantized
-from tmm_core.settings import with_static_weights
 
 Tensor = torch.Tensor
 
@@ -116,7 +113,7 @@ class PackedProduct(ProductLayer):
         bias = self._buffers.pop("bias", None)
         for name in _WORDS:
             del self._buffers[name]
-        self._parameters["weight"] = parameter(weight)
+        self._parameters["weight"] = nn.Parameter(weight, requires_grad=False)
         self._parameters["bias"] = None if bias is None else nn.Parameter(bias, False)
         self._buffers["_tmm_order"] = order
         self._non_persistent_buffers_set.add("_tmm_order")
@@ -162,9 +159,7 @@ class PackedProduct(ProductLayer):
             x = x.index_select(-1, order)
         if bias is not None and bias.dtype is not x.dtype:
             bias = bias.to(x.dtype)
-        if self.static_weights:
-            return with_static_weights(finished_linear, x, of["weight"], bias, epilogue)
-        return api.linear(x, of["weight"], bias, epilogue=epilogue)
+        return self._run(finished_linear, x, of["weight"], bias, epilogue)  # type: ignore[no-any-return]
 
     def forward(self, x: Tensor) -> Any:
         return self.product(x, "")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from tmm_core import api, foreign, formats
@@ -71,11 +70,6 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None, epilogue: str) -> Te
 def is_readable(weight: Any) -> bool:
     """Whether :func:`product` takes an epilogue with ``weight``."""
     return not fallbacks.foreign(weight) or read(weight) is not None
-
-
-def parameter(t: Tensor) -> nn.Parameter:
-    """A parameter of quantised numbers, which have no gradient."""
-    return nn.Parameter(t, requires_grad=False)
 
 
 def rounded_rows(x: Tensor, weight: Quantized) -> Tensor:

@@ -34,7 +34,11 @@ class Together(nn.Module):
     @property
     def merged(self) -> bool:
         """Whether the layers are one weight in memory, and can be one product."""
-        return joint_operands(self._together()) is not None
+        layers = self._together()
+        if not all(isinstance(layer, nn.Linear) for layer in layers):
+            return False
+        weights, biases = zip(*((layer.weight, layer.bias) for layer in layers), strict=True)
+        return joint_of(weights, biases) is not None
 
     def merge(self) -> bool:
         """Place the layers' weights one after the other in memory; returns :attr:`merged`.
@@ -104,13 +108,6 @@ class Together(nn.Module):
                 with torch.no_grad():
                     for t in own:
                         t.data = t.data.clone()
-
-
-def joint_operands(layers: Sequence[Any]) -> tuple[Tensor, Tensor | None] | None:
-    """Weight and bias of the layers' joint product; None if they are not adjacent in memory."""
-    if not all(isinstance(layer, nn.Linear) for layer in layers):
-        return None
-    return joint_of([layer.weight for layer in layers], [layer.bias for layer in layers])
 
 
 def joint_of(

@@ -39,17 +39,13 @@ class NotProvenError(Exception):
 class Trace:
     """The graph of a forward of one tensor, and what the proof assumed."""
 
-    training: fx.Graph
-    evaluation: fx.Graph
+    #: In training, and in evaluation.
+    graphs: tuple[fx.Graph, fx.Graph]
     #: Attributes of the module that the forward reads, with their values.
     reads: tuple[tuple[str, Any], ...]
     #: Children of the module that the forward calls, and parameters and buffers that it reads.
     present: tuple[str, ...]
     tensors: tuple[str, ...]
-
-    @property
-    def graphs(self) -> tuple[fx.Graph, fx.Graph]:
-        return self.training, self.evaluation
 
 
 def trace(module: nn.Module) -> Trace:
@@ -63,7 +59,7 @@ def trace(module: nn.Module) -> Trace:
     _check_parameters(_code_of(type(module).forward))
     graphs = _graph(module, training=True), _graph(module, training=False)
     names = _Names(module, graphs)
-    return Trace(*graphs, tuple(names.reads.items()), tuple(names.present), tuple(names.tensors))
+    return Trace(graphs, tuple(names.reads.items()), tuple(names.present), tuple(names.tensors))
 
 
 def _code_of(function: Any) -> types.CodeType:

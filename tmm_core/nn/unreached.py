@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dis
+import inspect
 import sys
 import types
 from collections.abc import Iterator
@@ -83,8 +84,8 @@ def _names(module: nn.Module) -> Iterator[tuple[str, str]]:
     seen: set[Any] = set()
     while waiting:
         function, depth = waiting.pop(0)
-        function = _plain(function)
-        if function is None or function in seen:
+        function = inspect.unwrap(function)
+        if not isinstance(function, types.FunctionType) or function in seen:
             continue
         seen.add(function)
         for name in _in_code(function.__code__):
@@ -98,16 +99,6 @@ def _names(module: nn.Module) -> Iterator[tuple[str, str]]:
                 if method is not None:
                     continue
             yield function.__name__, name
-
-
-def _plain(function: Any) -> Any:
-    """The function inside its decorators."""
-    for _ in range(8):
-        wrapped = getattr(function, "__wrapped__", None)
-        if wrapped is None:
-            break
-        function = wrapped
-    return function if isinstance(function, types.FunctionType) else None
 
 
 def _near(called: Any, forward: Any) -> bool:
