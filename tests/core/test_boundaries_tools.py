@@ -502,11 +502,11 @@ def test_the_assembler_reports_its_release(
     monkeypatch.setattr(toolchain, "ptxas", lambda: "ptxas")
     ran = subprocess.CompletedProcess([], 0, output, "")
     monkeypatch.setattr(subprocess, "run", lambda *a, **k: ran)
-    assert doctor_toolchain._ptxas() == ("ok", message, "")
+    assert doctor_toolchain._ptxas() == ("toolchain", "ok", message, "")
     monkeypatch.setenv("TRITON_PTXAS_PATH", "/absent/ptxas")
     found = doctor_toolchain._ptxas()
-    assert found[0] == "problem"
-    assert found[1] == "TRITON_PTXAS_PATH=/absent/ptxas is not there; Triton uses ptxas"
+    assert found.state == "problem"
+    assert found.text == "TRITON_PTXAS_PATH=/absent/ptxas is not there; Triton uses ptxas"
 
 
 @pytest.mark.parametrize(
@@ -529,10 +529,10 @@ def test_an_assembler_that_does_not_run_is_a_problem(
     monkeypatch.setattr(toolchain, "ptxas", lambda: "/x/ptxas")
     monkeypatch.setattr(subprocess, "run", fails)
     found = doctor_toolchain._ptxas()
-    assert found[0] == "problem"
-    assert found[1].startswith("/x/ptxas does not run: ")
+    assert found.state == "problem"
+    assert found.text.startswith("/x/ptxas does not run: ")
     monkeypatch.setattr(toolchain, "ptxas", lambda: None)
-    assert doctor_toolchain._ptxas()[1].startswith("no ptxas: ")
+    assert doctor_toolchain._ptxas().text.startswith("no ptxas: ")
 
 
 @pytest.mark.parametrize(
@@ -557,16 +557,16 @@ def test_what_builds_launchers_is_named(
     monkeypatch.setattr(toolchain, "lacking", lambda: lacking)
     monkeypatch.setattr(toolchain, "python_header", lambda: "/Python.h")
     found = doctor_toolchain._compiler()
-    assert found[0] == expected[0]
-    assert found[1].startswith(expected[1])
-    assert found[2].startswith(expected[2])
+    assert found.state == expected[0]
+    assert found.text.startswith(expected[1])
+    assert found.advice.startswith(expected[2])
 
 
 @pytest.mark.parametrize("state", ["full", "not writable"])
 def test_folders_that_cannot_be_used_are_problems(
     state: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ok = doctor_toolchain.Line("ok", "x")
+    ok = doctor.Finding("toolchain", "ok", "x")
     monkeypatch.setattr(doctor_toolchain, "_compiler", lambda: ok)
     monkeypatch.setattr(doctor_toolchain, "_ptxas", lambda: ok)
     monkeypatch.setattr(toolchain, "folders", lambda: {"cache": "/c", "temporary": "/t"})
@@ -575,8 +575,8 @@ def test_folders_that_cannot_be_used_are_problems(
     found = list(doctor_toolchain.parts(torch.device("cuda")))
     advice = "free some space" if state == "full" else "make it writable"
     assert found[2:] == [
-        ("problem", f"cache folder /c is {state}", f"{advice}, or set another"),
-        ("ok", "fingerprint abc", ""),
+        ("toolchain", "problem", f"cache folder /c is {state}", f"{advice}, or set another"),
+        ("toolchain", "ok", "fingerprint abc", ""),
     ]
     assert list(doctor_toolchain.parts(torch.device("cpu"))) == []
 
@@ -599,11 +599,13 @@ def test_untried_kernels_are_reported_with_the_worst_cause(monkeypatch: pytest.M
     monkeypatch.setattr(doctor_toolchain, "dispatch", notes)
     assert list(doctor_toolchain.untried(torch.device("cpu"))) == [
         (
+            "untried",
             "problem",
             "2 kernels are untried for 2 problems: no memory",
             "free memory or space, then tmm tune",
         ),
         (
+            "untried",
             "note",
             "the tuning budget ended before some kernels of 1 problems",
             "tmm tune them with a larger --budget",
@@ -915,14 +917,11 @@ def test_an_interpreter_on_a_gpu_is_a_problem(monkeypatch: pytest.MonkeyPatch) -
 def test_the_toolchain_and_its_untried_kernels_are_shown_separately(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(doctor_toolchain, "parts", lambda _: [doctor_toolchain.Line("ok", "ptxas")])
-    monkeypatch.setattr(
-        doctor_toolchain, "untried", lambda _: [doctor_toolchain.Line("problem", "two", "mend")]
-    )
-    assert as_tuples(doctor._toolchain(CPU)) == [
-        ("toolchain", "ok", "ptxas", ""),
-        ("untried", "problem", "two", "mend"),
-    ]
+    parts = doctor.Finding("toolchain", "ok", "ptxas")
+    untried = doctor.Finding("untried", "problem", "two", "mend")
+    monkeypatch.setattr(doctor_toolchain, "parts", lambda _: [parts])
+    monkeypatch.setattr(doctor_toolchain, "untried", lambda _: [untried])
+    assert list(doctor._toolchain(CPU)) == [parts, untried]
 
 
 def test_settings_that_were_changed_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -44,16 +45,16 @@ RETRY = 0.02
 USER_ERRORS = (CacheMissError, ConfigError, SettingsError, UnknownNameError)
 
 
+@dataclass(slots=True)
 class Tally:
     """The number of an operator's calls that one kernel answered, and the µs of GPU time that they
     saved, whether or not the GPU was the limit."""
 
-    __slots__ = ("calls", "saved_us")
-
-    def __init__(self) -> None:
-        self.calls, self.saved_us = 0, 0.0
+    calls: int = 0
+    saved_us: float = 0.0
 
 
+@dataclass(slots=True, eq=False)
 class Answer:
     """The kernel that answers the calls of one key.
 
@@ -63,20 +64,14 @@ class Answer:
         until: The time at which an answer that does not last is chosen again.
     """
 
-    __slots__ = ("as_bias", "choice", "kernel", "launch", "problem", "saves_us", "tally", "until")
-
-    kernel: str
-    choice: Choice | None
-    problem: Problem | None
-    launch: Callable[..., Tensor] | None
-    as_bias: bool
-    saves_us: float
-    tally: Tally | None
-    until: float
-
-    def __init__(self) -> None:
-        self.kernel, self.choice, self.problem, self.launch = BASELINE, None, None, None
-        self.as_bias, self.saves_us, self.tally, self.until = False, 0.0, None, 0.0
+    kernel: str = BASELINE
+    choice: Choice | None = None
+    problem: Problem | None = None
+    launch: Callable[..., Tensor] | None = None
+    as_bias: bool = False
+    saves_us: float = 0.0
+    tally: Tally | None = None
+    until: float = 0.0
 
     def count(self, pace: Pace, operand: Tensor) -> None:
         """Count a call that the kernel answers."""
@@ -231,14 +226,12 @@ class Operator:
         lasting, capturing = plan.choice.lasting, plan.problem.capturing
         if plan.kernel == BASELINE and (lasting or capturing):
             return THROUGH if capturing else _keep_for_good(key)
-        answer = Answer()
         if plan.kernel == BASELINE:
-            return _keep_for_now(key, answer)
-        answer.kernel, answer.choice, answer.problem = plan.kernel, plan.choice, plan.problem
-        answer.launch = plan.launcher if wrap is None else wrap(plan)
-        answer.as_bias = as_bias
-        answer.saves_us = self._saved_us(plan)
-        answer.tally = self.tallies.setdefault(plan.kernel, Tally())
+            return _keep_for_now(key, Answer())
+        launch = plan.launcher if wrap is None else wrap(plan)
+        tally = self.tallies.setdefault(plan.kernel, Tally())
+        made = plan.kernel, plan.choice, plan.problem
+        answer = Answer(*made, launch, as_bias, self._saved_us(plan), tally)
         if capturing:  # which restricts the choice
             return answer
         return _keep(key, answer) if lasting else _keep_for_now(key, answer)

@@ -123,17 +123,13 @@ def _statements(others: tuple[str, ...]) -> Iterator[str]:
     yield f"return {passed}"
 
 
-def scaled(op: Operator) -> Callable[..., Any]:
-    """The entry of ``_scaled_mm``, with scales of 32 bits per tensor or per row."""
-    return _with_parts(op, scaled_call, scaled_launch)
+def with_parts(call_of: Any, launch_of: Any, op: Operator) -> Callable[..., Any]:
+    """The entry of a product with scales or groups.
 
-
-def grouped(op: Operator) -> Callable[..., Any]:
-    """The entry of ``_grouped_mm`` with ``offs``."""
-    return _with_parts(op, grouped_call, grouped_launch)
-
-
-def _with_parts(op: Operator, call_of: Any, launch_of: Any) -> Callable[..., Any]:
+    Args:
+        call_of: Converts a call, see :mod:`tmm_core.interop.aten_calls`.
+        launch_of: Converts the launcher of a plan.
+    """
     torchs, first = op.torchs, op.first
 
     def entry(keys: Any, *given: Any, **named: Any) -> Any:
@@ -175,7 +171,10 @@ ENTRY: dict[str, Callable[[Operator], Callable[..., Any]]] = {
     for name, summand in (("mm", ()), ("bmm", ()), ("addmm", ("c",)), ("baddbmm", ("c",)))
     for overload, out in (("", ()), (".out", ("out",)))
 }
-ENTRY |= {"_scaled_mm": scaled, "_grouped_mm": grouped}
+ENTRY |= {
+    "_scaled_mm": functools.partial(with_parts, scaled_call, scaled_launch),
+    "_grouped_mm": functools.partial(with_parts, grouped_call, grouped_launch),
+}
 
 
 def entry_of(op: Operator) -> Callable[..., Any]:

@@ -1,6 +1,6 @@
 """Declares an operator of the library ``tmm`` with all rules that torch needs for it.
 
-Each of tmm's operators is declared by one call of :func:`declare`. An operator is opaque to
+The operator of each public call is declared by :func:`declare`. An operator is opaque to
 torch.compile and chooses a kernel at run time (:mod:`tmm_core.dispatch`), so that thousands of M
 cause no recompilation.
 """
@@ -15,15 +15,13 @@ import torch
 from tmm_core import compat
 from tmm_core.formats import pair
 from tmm_core.interop import autograd_state, flops
-from tmm_core.interop.libraries import library_of
+from tmm_core.interop.libraries import TAGS, define
 from tmm_core.launch.check import check_out, result_dtype
 from tmm_core.launch.warm import epilogue_of, plain
 from tmm_core.settings import overridden, within
 from tmm_core.spec.arguments import ROLES_OF, Arguments, GroupedArguments, Role, schema
 
 Tensor = torch.Tensor
-
-_TAGS = (torch.Tag.pt2_compliant_tag,)
 
 #: Devices for which operators have a rule of autocast.
 AUTOCAST = ("cuda", "cpu")
@@ -57,10 +55,6 @@ def declare(
         flop_formula: FLOPs by shapes, for torch's counter.
         returns: The type of the result in the schema.
     """
-    qualified, library = f"tmm::{name}", library_of(name)
-    library.define(f"{name}({schema(arguments)}) -> {returns}", tags=_TAGS)
-    packet = getattr(torch.ops.tmm, name)
-    operator = packet.default
 
     def shaped(*given: Any, **named: Any) -> tuple[Any, torch.Size]:
         call: Any = arguments(*given, **named)
@@ -79,15 +73,16 @@ def declare(
                 return run(*call._replace(out=out))  # type: ignore[no-any-return]
             return out.copy_(operator(*call[:-1]))
 
-    library.impl(name, run, "CompositeExplicitAutograd")
-    torch.library.register_fake(qualified, fake, lib=library)
+    library = define(f"{name}({schema(arguments)}) -> {returns}", run, fake)
+    packet = getattr(torch.ops.tmm, name)
+    operator = packet.default
     if returns == "Tensor":
         out_schema = f"{name}.out({schema(arguments)}, *, Tensor(a!) out) -> Tensor(a!)"
-        library.define(out_schema, tags=_TAGS)
+        library.define(out_schema, tags=TAGS)
         library.impl(f"{name}.out", run_out, "CompositeImplicitAutograd")
     library.impl(name, derivative, "Autograd")
     if vmap is not None:
-        torch.library.register_vmap(qualified, vmap, lib=library)
+        torch.library.register_vmap(f"tmm::{name}", vmap, lib=library)
     for device in AUTOCAST:
         rule = _autocast(device, operator, arguments)
         library.impl(name, rule, f"Autocast{device.upper()}")

@@ -10,7 +10,7 @@ import torch
 
 from tmm_core.errors import error_text, reraise, warn
 from tmm_core.interop import autograd_state
-from tmm_core.interop.libraries import library_of
+from tmm_core.interop.libraries import define
 from tmm_core.quantized import Quantized
 from tmm_core.rounding import quantize
 from tmm_core.spec.device import fingerprint
@@ -107,18 +107,12 @@ def _kernel(rows: Tensor, group: int) -> Any:
     return kernel
 
 
-_library = library_of("quantize_rows")
-_library.define(
-    "quantize_rows(Tensor x, int group) -> (Tensor, Tensor)",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-_library.impl("quantize_rows", _run, "CompositeExplicitAutograd")
-
-
-@torch.library.register_fake("tmm::quantize_rows", lib=_library)  # type: ignore[untyped-decorator]
 def _fake(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
     *lead, k = x.shape
     chunks, rows = -(-k // group) if group else 1, math.prod(lead)
     scale = x.new_empty((chunks, rows), dtype=torch.float32).t()
     stored = x.new_empty(x.shape, dtype=_E4M3)
     return stored, scale.unflatten(0, lead) if lead else scale.squeeze(0)
+
+
+define("quantize_rows(Tensor x, int group) -> (Tensor, Tensor)", _run, _fake)

@@ -11,7 +11,7 @@ from tmm_core import api, compat
 from tmm_core.interop import autograd_state, flops
 from tmm_core.interop.epilogue_kernels import kernels
 from tmm_core.interop.gradients import Call, follow, gradients
-from tmm_core.interop.libraries import library_of
+from tmm_core.interop.libraries import define
 from tmm_core.launch import warm
 from tmm_core.launch.check import check
 from tmm_core.nn.joint_storage import stacked
@@ -125,19 +125,6 @@ def _differentiable(*args: Any) -> Tensor:
         return gated_linear(*args)  # type: ignore[no-any-return]
 
 
-# A compiled graph cannot query addresses, so the operator does.
-library = library_of("gated_linear")
-library.define(
-    "gated_linear(Tensor x, Tensor gate, Tensor up, Tensor? gate_bias, Tensor? up_bias, "
-    "str epilogue) -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-library.impl("gated_linear", run, "CompositeExplicitAutograd")
-library.impl("gated_linear", _differentiable, "Autograd")
-library.impl("gated_linear", two_products, "FuncTorchBatched")
-
-
-@torch.library.register_fake("tmm::gated_linear", lib=library)  # type: ignore[untyped-decorator]
 def _fake(
     x: Tensor, gate: Tensor, up: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None,
     epilogue: str,
@@ -147,6 +134,15 @@ def _fake(
     return x.new_empty(shape)
 
 
+# A compiled graph cannot query addresses, so the operator does.
+library = define(
+    "gated_linear(Tensor x, Tensor gate, Tensor up, Tensor? gate_bias, Tensor? up_bias, "
+    "str epilogue) -> Tensor",
+    run,
+    _fake,
+)
+library.impl("gated_linear", _differentiable, "Autograd")
+library.impl("gated_linear", two_products, "FuncTorchBatched")
 flops.count(
     torch.ops.tmm.gated_linear,
     lambda x, gate, up, *_, **__: flops.matmul_flops(x, (x[-1], gate[0] + up[0])),

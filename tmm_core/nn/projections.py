@@ -24,7 +24,7 @@ from torch import nn
 from tmm_core import api, compat
 from tmm_core.errors import reraise
 from tmm_core.interop import autograd_state, flops
-from tmm_core.interop.libraries import library_of
+from tmm_core.interop.libraries import define
 from tmm_core.nn.classes import own, subclass
 from tmm_core.nn.linear import Linear
 from tmm_core.nn.together import Together, do_no_more, joint_of
@@ -238,21 +238,13 @@ def _differentiable(x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> T
         return joint_linear(x, weights, biases)  # type: ignore[no-any-return]
 
 
-library = library_of("joint_linear")
-library.define(
-    "joint_linear(Tensor x, Tensor[] weights, Tensor[] biases) -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-library.impl("joint_linear", _run, "CompositeExplicitAutograd")
-library.impl("joint_linear", _differentiable, "Autograd")
-library.impl("joint_linear", _apart, "FuncTorchBatched")
-
-
-@torch.library.register_fake("tmm::joint_linear", lib=library)  # type: ignore[untyped-decorator]
 def _fake(x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> Tensor:
     return x.new_empty((*x.shape[:-1], sum(len(weight) for weight in weights)))
 
 
+library = define("joint_linear(Tensor x, Tensor[] weights, Tensor[] biases) -> Tensor", _run, _fake)
+library.impl("joint_linear", _differentiable, "Autograd")
+library.impl("joint_linear", _apart, "FuncTorchBatched")
 flops.count(
     torch.ops.tmm.joint_linear,
     lambda x, weights, *_, **__: flops.matmul_flops(x, (x[-1], sum(w[0] for w in weights))),

@@ -14,8 +14,7 @@ from pathlib import Path
 from tmm_base.console import DONE, FOUND, counted, note
 from tmm_base.guards import printable, reraise
 
-from tmm_cache.commands.noted_faults import Noted
-from tmm_cache.commands.show import selected
+from tmm_cache.commands.show import passed_over, selected
 from tmm_cache.disk import remove_if_empty, remove_with_lock
 from tmm_cache.files import Report
 from tmm_cache.paths import LOCK, NOTE_FILE, NOTES, RECORD
@@ -27,11 +26,10 @@ from tmm_cache.store import CacheStore
 def clear(store: CacheStore, options: Namespace) -> int:
     """Remove the records whose digest begins with `record` or, without it, all files of the
     root."""
-    report = Noted().fault
     if options.record is None:
-        found = list(_every_file(store.root, report))
+        found = list(_every_file(store.root, passed_over))
     else:
-        found = [each.path for each in selected([store.root], options.record, report)]
+        found = [each.path for each in selected([store.root], options.record, passed_over)]
     if not found:
         note(f"nothing to remove in {store.root}")
         return DONE

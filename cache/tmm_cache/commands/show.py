@@ -14,7 +14,6 @@ from tmm_base.console import DONE, FOUND, counted, note, print_json
 from tmm_base.guards import printable
 
 from tmm_cache import problem_fields
-from tmm_cache.commands.noted_faults import Noted
 from tmm_cache.files import Fault, Report
 from tmm_cache.keys import DIGEST_DIGITS, JSON
 from tmm_cache.record import Brief, CandidateResult, TuningRecord
@@ -32,7 +31,7 @@ def show(store: CacheStore, options: Namespace) -> int:
     its records in full, from any layer."""
     named = options.record is not None
     roots = (store.root, *store.layers) if options.all or named else (store.root,)
-    found = list(selected(roots, options.record, Noted().fault))
+    found = list(selected(roots, options.record, passed_over))
     # None: removed or damaged since the listing.
     whole = ((each, record) for each in found if (record := store.read(each.path)) is not None)
     if options.json:
@@ -50,6 +49,11 @@ def show(store: CacheStore, options: Namespace) -> int:
         for summary, record in whole:
             _print_record(summary, record)
     return DONE
+
+
+def passed_over(fault: Fault) -> None:
+    """Note a file that a command leaves out."""
+    note(f"passed over {fault.path}: {fault.reason}")
 
 
 def selected(roots: Sequence[Path], prefix: str | None, report: Report) -> Iterator[Summary[Brief]]:

@@ -8,8 +8,9 @@ from pathlib import Path
 
 from tmm_base.console import DONE, FOUND, counted, note
 
-from tmm_cache.commands.noted_faults import Noted
+from tmm_cache.commands.show import passed_over
 from tmm_cache.disk import make_folder, require_target
+from tmm_cache.files import Fault
 from tmm_cache.paths import require_own
 from tmm_cache.scan import summaries
 from tmm_cache.store import CacheStore
@@ -32,11 +33,13 @@ def freeze(store: CacheStore, options: Namespace) -> int:
 def _write(roots: Iterable[Path], file: Path) -> int:
     """FOUND if there is no record, or one could not be read and was left out."""
     require_target(file)
-    noted = Noted()
-    found = (each for root in roots for each in summaries(root, noted.fault))
+    faults: list[Fault] = []
+    found = (each for root in roots for each in summaries(root, faults.append))
     count = write_transport(file, found)
+    for fault in faults:
+        passed_over(fault)
     note(f"{counted(count, 'record')} written to {file}")
-    return DONE if count and not noted.any else FOUND
+    return DONE if count and not faults else FOUND
 
 
 def import_(store: CacheStore, options: Namespace) -> int:

@@ -13,7 +13,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -36,6 +36,7 @@ from tmm_core.spec.kernel import Candidate, Kernel
 from tmm_core.spec.problem import Problem
 from tmm_core.tools.commands import doctor_toolchain, record_check, variables
 from tmm_core.tools.commands import options as shared
+from tmm_core.tools.commands.doctor_toolchain import Finding
 from tmm_core.tuning.first_launch import FirstLaunches
 from tmm_core.verify import compare
 
@@ -50,17 +51,6 @@ PROBES = (
     Case(m=72, n=80, k=96, layout="nt"),
     Case(m=65, n=67, k=63),
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One line: ``ok``, a ``note`` worth knowing, or a ``problem``."""
-
-    about: str
-    state: Literal["ok", "note", "problem"]
-    text: str
-    #: Advice on a problem.
-    advice: str = ""
 
 
 #: The mark of a line and its style, by the finding's state.
@@ -84,7 +74,7 @@ def run(options: argparse.Namespace) -> int:
             first = _styled(first[:20], style) + first[20:] if style else first
             print("\n".join([first, *more]), flush=True)
     if options.json:
-        print_json([asdict(finding) for finding in findings])
+        print_json([finding._asdict() for finding in findings])
     return FOUND if any(finding.state == "problem" for finding in findings) else DONE
 
 
@@ -152,10 +142,8 @@ def _device(device: torch.device) -> Iterator[Finding]:
 
 
 def _toolchain(device: torch.device) -> Iterator[Finding]:
-    for state, text, advice in doctor_toolchain.parts(device):
-        yield Finding("toolchain", state, text, advice)
-    for state, text, advice in doctor_toolchain.untried(device):
-        yield Finding("untried", state, text, advice)
+    yield from doctor_toolchain.parts(device)
+    yield from doctor_toolchain.untried(device)
 
 
 def _plugins(device: torch.device) -> Iterator[Finding]:

@@ -21,15 +21,17 @@ from tmm_core.tuning.untried import Left
 _PATIENCE = 20.0
 
 
-class Line(NamedTuple):
-    """One line."""
+class Finding(NamedTuple):
+    """One line: ``ok``, a ``note`` worth knowing, or a ``problem``."""
 
+    about: str
     state: Literal["ok", "note", "problem"]
     text: str
+    #: Advice on a problem.
     advice: str = ""
 
 
-def parts(device: torch.device) -> Iterator[Line]:
+def parts(device: torch.device) -> Iterator[Finding]:
     """The parts that Triton needs to compile and launch on ``device``; none for a CPU."""
     if device.type != "cuda" or importlib.util.find_spec("triton") is None:
         return
@@ -40,11 +42,12 @@ def parts(device: torch.device) -> Iterator[Line]:
         state = toolchain.usable(folder)
         if state != "yes":
             advice = "free some space" if state == "full" else "make it writable"
-            yield Line("problem", f"{name} folder {folder} is {state}", f"{advice}, or set another")
-    yield Line("ok", f"fingerprint {toolchain.fingerprint()}")
+            advice += ", or set another"
+            yield Finding("toolchain", "problem", f"{name} folder {folder} is {state}", advice)
+    yield Finding("toolchain", "ok", f"fingerprint {toolchain.fingerprint()}")
 
 
-def untried(device: torch.device) -> Iterator[Line]:
+def untried(device: torch.device) -> Iterator[Finding]:
     """The kernels that the environment left untried on ``device``, with the first error."""
     notes = dispatch.default_dispatcher().untried.of_device(fingerprint(device))
     broken = [why for note in notes for why in note.kernels.values() if why.cause != "budget"]
@@ -56,10 +59,10 @@ def untried(device: torch.device) -> Iterator[Line]:
             f"{len(names)} kernels are untried for {len(notes) - late} problems: "
             f"{' '.join(first.reason.split())}"
         )
-        yield Line("problem", text, _advice(first))
+        yield Finding("untried", "problem", text, _advice(first))
     if late:
         text = f"the tuning budget ended before some kernels of {late} problems"
-        yield Line("note", text, "tmm tune them with a larger --budget")
+        yield Finding("untried", "note", text, "tmm tune them with a larger --budget")
 
 
 def _advice(first: Left) -> str:
@@ -69,22 +72,22 @@ def _advice(first: Left) -> str:
     return again if first.cause != "passing" else "free memory or space, then tmm tune"
 
 
-def _compiler() -> Line:
+def _compiler() -> Finding:
     """The C compiler and header, with which Triton builds its launcher at the first launch."""
     compiler, lacking = toolchain.c_compiler(), toolchain.lacking()
     if lacking is None:
-        return Line("ok", f"{compiler}, {toolchain.python_header()}")
+        return Finding("toolchain", "ok", f"{compiler}, {toolchain.python_header()}")
     text = f"{lacking}: Triton kernels decline, unless Triton's cache holds its launcher"
     advice = "install gcc, or set CC" if compiler is None else "install python3-dev"
-    return Line("problem", text, advice)
+    return Finding("toolchain", "problem", text, advice)
 
 
-def _ptxas() -> Line:
+def _ptxas() -> Finding:
     """The assembler, which has to run."""
     path = toolchain.ptxas()
     if path is None:
         text = "no ptxas: Triton kernels do not compile, unless Triton's cache holds them"
-        return Line("problem", text, "reinstall triton, or set TRITON_PTXAS_PATH")
+        return Finding("toolchain", "problem", text, "reinstall triton, or set TRITON_PTXAS_PATH")
     given = os.environ.get("TRITON_PTXAS_PATH")
     try:
         ran = subprocess.run(
@@ -92,9 +95,11 @@ def _ptxas() -> Line:
         )
     except (OSError, subprocess.SubprocessError, ValueError) as error:
         text = f"{path} does not run: {error}"
-        return Line("problem", text, "reinstall triton, or correct TRITON_PTXAS_PATH")
+        advice = "reinstall triton, or correct TRITON_PTXAS_PATH"
+        return Finding("toolchain", "problem", text, advice)
     if given and not os.path.exists(given):
         text = f"TRITON_PTXAS_PATH={given} is not there; Triton uses {path}"
-        return Line("problem", text, "correct or unset it")
+        return Finding("toolchain", "problem", text, "correct or unset it")
     lines = [line for line in ran.stdout.splitlines() if "release" in line]
-    return Line("ok", f"{path}, {lines[0].strip() if lines else 'of unknown version'}")
+    version = lines[0].strip() if lines else "of unknown version"
+    return Finding("toolchain", "ok", f"{path}, {version}")
