@@ -789,8 +789,7 @@ def test_unusual_values_are_tried_in_one_form(
         for n in range(3)
     ]
     monkeypatch.setattr(checks, "every_form", lambda: forms)
-    made = [further_inputs.Round(checks._data, plan)] * 2
-    monkeypatch.setattr(ways_of_use, "rounds_of", lambda data: made)
+    monkeypatch.setattr(ways_of_use, "plans_of", lambda data: [plan] * 2)
     for _ in checks.rounds():
         pass
     assert launched == ([0, 0] if of_values else [0, 1, 2, 0, 1, 2])

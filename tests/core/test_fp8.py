@@ -252,8 +252,8 @@ def test_inputs_to_measure_with() -> None:
             * inputs.alpha
         )
         expected = instance.epilogue.apply(z)
-        found = instance.epilogue.apply(compare.accumulated(instance, inputs))
-        assert torch.allclose(found, expected, rtol=1e-12)
+        product, _ = compare._multiplied(instance, inputs)
+        assert torch.allclose(instance.epilogue.apply(product), expected, rtol=1e-12)
 
 
 def test_vmapped() -> None:

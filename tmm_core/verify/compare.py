@@ -328,12 +328,6 @@ def _selected(problem: Problem, inputs: Inputs, rows: torch.Tensor, cols: torch.
     )
 
 
-def accumulated(problem: Problem, inputs: Inputs) -> torch.Tensor:
-    """The epilogue's input: ``alpha · (a @ b) + bias``, including scales as factors."""
-    z, _ = _multiplied(problem, inputs)
-    return z if inputs.bias is None else z + inputs.bias.to(z.dtype)
-
-
 def _multiplied(problem: Problem, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
     """``alpha · (a @ b)`` with scales, and its size if the terms had random signs: the norms of the
     rows and columns, divided by √K."""

@@ -6,7 +6,6 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 
@@ -79,18 +78,10 @@ class Expected:
     #: A dimension of the result, and the number of its elements that are defined.
     within: tuple[int, int] | None = None
 
-    @property
-    def samples(self) -> list[Sample]:
-        return [sample for sample in (self.in_rows, self.in_cols) if sample is not None]
-
-    @property
-    def nbytes(self) -> int:
-        """The memory of the expected numbers and their sizes."""
-        return sum(t.nbytes for sample in self.samples for t in sample)
-
     def is_finite(self, dtype: torch.dtype) -> bool:
         """Whether all expected numbers are finite in this dtype: an epilogue may be undefined."""
-        return all(bool(s.numbers.to(dtype).isfinite().all()) for s in self.samples)
+        samples = (sample for sample in (self.in_rows, self.in_cols) if sample is not None)
+        return all(bool(sample.numbers.to(dtype).isfinite().all()) for sample in samples)
 
     def error(self, out: torch.Tensor, at_once: int) -> torch.Tensor:
         """The largest error (:func:`compare.worst`), as a tensor on the device; NaN also if an
@@ -168,9 +159,6 @@ class DataSets:
         self.most = default_limit(device, math.inf) if memory_limit is None else memory_limit
         self._sets: list[InputSet] | None = None
         self._outs: list[GuardedTensor] = []
-        self._nonfinite: list[NonFinite] | None = None
-        #: Further inputs (:mod:`tmm_core.verify.further_inputs`), made on first use.
-        self.rounds: list[Any] | None = None
         #: The last exception that a launcher raised.
         self.raised: BaseException | None = None
         #: Blocks that stay allocated between the blocks that were freed for a launcher's result.
@@ -202,11 +190,9 @@ class DataSets:
 
     def nonfinite(self) -> list[NonFinite]:
         """Non-finite values for the last set of inputs, in rows and in columns."""
-        if self._nonfinite is None:
-            inputs, room = self.sets()[-1].inputs, self.limit // 8
-            made = [nonfinite_inputs(self.problem, inputs, axis, room) for axis in AXES]
-            self._nonfinite = [each for each in made if each is not None]
-        return self._nonfinite
+        inputs, room = self.sets()[-1].inputs, self.limit // 8
+        made = (nonfinite_inputs(self.problem, inputs, axis, room) for axis in AXES)
+        return [each for each in made if each is not None]
 
     def out(self, which: int) -> GuardedTensor:
         """One of two outputs between guard bands, filled with NaN."""
@@ -244,8 +230,7 @@ class DataSets:
 
     def release(self) -> None:
         """Release all tensors. The next use makes them again, with other values."""
-        self._sets, self._outs, self._nonfinite, self.rounds = None, [], None, None
-        self._kept = []
+        self._sets, self._outs, self._kept = None, [], []
         self.altered.clear()
 
     def reduce(self) -> None:

@@ -73,9 +73,8 @@ _SUBNORMAL = 2.0**-18
 #: products at a time to an fp32 sum, and truncate the sum by up to 2⁻²³. Twice that is allowed. An
 #: H200 lost 4.6e-3 of the result at K = 14336, where the limit is 1.4e-2.
 _TRUNCATED = 2.0**-26
-#: A round's tensors may take the memory limit divided by the first number. Its reference is kept
-#: for the next launcher if it takes at most the limit divided by the second.
-_SHARE, _KEPT = 16, 256
+#: A round's tensors may take the memory limit divided by this number.
+_SHARE = 16
 
 
 _FLIPPED: dict[str, Layout] = {"row": "col", "col": "row"}
@@ -241,7 +240,9 @@ class Round:
         self._seed = random_inputs.new_seed()
         self._expected: Expected | None = None
         self._out: GuardedTensor | None = None
-        self._kinds: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+        #: Rows and columns to compare where only kinds are, the kinds there, and where any result
+        #: is accepted.
+        self._kinds: tuple[torch.Tensor, slice, torch.Tensor, torch.Tensor] | None = None
         #: The tolerance added for sums that cancel.
         self.slack = 0.0
 
@@ -331,12 +332,6 @@ class Round:
         self._out.tensor.fill_(0.5)
         return self._out
 
-    def end(self) -> None:
-        """Release data that the next launcher does not need."""
-        self._out = None
-        if self._expected is not None and not self._is_kept(self._expected.nbytes):
-            self._expected = None
-
     def error(self, inputs: Inputs, result: torch.Tensor) -> float:
         """Return the result's error: NaN if a non-finite value is missing or in the wrong place."""
         data = self._data
@@ -364,47 +359,38 @@ class Round:
         """Whether results can be judged: the epilogue leaves them finite before they are rounded to
         their dtype and, for sums that cancel, about as large as the sums. If the epilogue
         saturates, small errors become large relative to the results."""
-        if self.plan.recipe.values == USUAL or not expected.numel():
+        values, epilogue = self.plan.recipe.values, self._data.problem.epilogue
+        if values == USUAL or epilogue.is_identity or not expected.numel():
             return True
-        least = random_inputs.SPREAD / 8 if self.plan.recipe.values.cancelling else 0.0
-        if self._data.problem.epilogue.is_identity:
-            return True
+        least = random_inputs.SPREAD / 8 if values.cancelling else 0.0
         wide = expected.is_floating_point() or expected.is_complex()
         most = torch.finfo(expected.dtype).max / 2 if wide else math.inf
         return least <= float(expected.abs().max()) <= most  # NaN compares false
 
-    def _is_kept(self, nbytes: int) -> bool:
-        """Whether a reference of that size is kept for the next launcher."""
-        return nbytes <= self._data.limit // _KEPT
-
     def _kinds_differ(self, inputs: Inputs, result: torch.Tensor) -> float:
-        problem = self._data.problem
-        rows, cols = self._data.sampled(inputs)
         if self._kinds is None:
+            problem, (rows, cols) = self._data.problem, self._data.sampled(inputs)
             of = functools.partial(marks, problem)
             room = self._data.limit // 16
-            kinds, free = split(reference(problem, inputs, rows, cols, room, of))
-        else:
-            rows, kinds, free = self._kinds
-        if self._is_kept(kinds.nbytes):
-            self._kinds = rows, kinds, free
+            marked = reference(problem, inputs, rows, cols, room, of)
+            self._kinds = rows, cols, *split(marked)
+        rows, cols, kinds, free = self._kinds
         found = kinds_of(result[..., rows, :][..., cols])
         return math.nan if bool(((found != kinds) & ~free).any()) else 0.0
 
 
-def rounds_of(data: DataSets) -> list[Round]:
+def plans_of(data: DataSets) -> list[Plan]:
     """The rounds of the test data. There are none if the caller gave the inputs, and none in other
     memory if two sets do not fit."""
-    if data.rounds is None:
-        data.rounds = []
-        of, problem = data.sets()[-1], data.problem
-        if of.recipe is not None and 0 not in problem.out_shape:
-            fits = sum(g.words.nbytes for g in of.checksums.memory.values())
-            fits = fits <= data.limit // _SHARE
-            for plan in planned(problem):
-                if _applies(problem, plan.place) and (fits or plan.place == "same"):
-                    data.rounds.append(Round(data, plan))
-    return data.rounds
+    of, problem = data.sets()[-1], data.problem
+    if of.recipe is None or 0 in problem.out_shape:
+        return []
+    fits = sum(g.words.nbytes for g in of.checksums.memory.values()) <= data.limit // _SHARE
+    return [
+        plan
+        for plan in planned(problem)
+        if _applies(problem, plan.place) and (fits or plan.place == "same")
+    ]
 
 
 @contextlib.contextmanager

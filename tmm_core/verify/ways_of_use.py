@@ -22,7 +22,7 @@ from tmm_core.spec.steps import Steps
 from tmm_core.verify.checked_launch import CheckedLauncher, Mode, WrongError
 from tmm_core.verify.data_sets import InputSet
 from tmm_core.verify.forms import Source, flattened, forms_of
-from tmm_core.verify.further_inputs import Round, restoring, rounds_of
+from tmm_core.verify.further_inputs import Round, plans_of, restoring
 from tmm_core.verify.guard_bands import GuardedTensor, in_class
 from tmm_core.verify.ragged_inputs import Inputs, divided
 from tmm_core.verify.two_threads import LEAST_TOGETHER, MOST_TOGETHER, Pace, launch_together
@@ -116,21 +116,21 @@ class WaysOfUse(CheckedLauncher):
     def rounds(self, limit: int | None = None) -> Steps[None]:
         """One launch on each of the data's further inputs, or on ``limit`` of them, in each
         form."""
-        if self._baseline or not (rounds := rounds_of(self._data)[:limit]):
+        if self._baseline or not (plans := plans_of(self._data)[:limit]):
             return
         self._check_inputs()  # before they are rewritten
         of = self._data.sets()[-1]
         with restoring(self._data):
-            for each in rounds:
+            for plan in plans:
+                each = Round(self._data, plan)
                 inputs = each.inputs()
                 forms = self.every_form()
-                for form in forms[:1] if each.plan.of_values else forms:
+                for form in forms[:1] if plan.of_values else forms:
                     yield ()
-                    with torch.inference_mode(each.plan.mode == "inference mode"):
+                    with torch.inference_mode(plan.mode == "inference mode"):
                         form._launched(each, of, inputs, None)
                         if each.is_unusual:
                             form._launched(each, of, inputs, each.out())
-                each.end()
                 yield ()
 
     def _launched(
