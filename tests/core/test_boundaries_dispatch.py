@@ -588,7 +588,7 @@ def test_without_the_promise_no_kernel_is_measured_for_it() -> None:
 
     class Raising(Kernel):
         def configs(self, problem: Problem) -> list[Any]:
-            raise RuntimeError("not today")
+            raise PluginError("not today")
 
     instance = problem()
     for kernel, wanted in ((Kernel("k"), True), (Raising("k"), False)):
@@ -837,15 +837,28 @@ def test_a_result_that_no_file_holds_costs_its_kernel(
         d.unstorable(record)
 
 
-def test_a_kernel_that_cannot_be_used_is_reported_once_by_what_it_did(tmp_path: Path) -> None:
-    d, _ = dispatcher(FakeBlas(), FakeKernel("odd"), FakeKernel("wild"), root=tmp_path)
-    odd, wild = (d.registry.kernel(name) for name in ("odd", "wild"))
-    with pytest.warns(TmmWarning, match="^kernel odd: tile is too large$"):
-        d.warn_kernel_once(odd, "tile is too large")
-    d.warn_kernel_once(odd, "tile is too large")  # a second warning would be an error
-    d.warn_kernel_once(wild, PluginError("it was set aside, with a warning"))
-    with pytest.warns(TmmWarning, match="plugin 'fakes'.*kernel wild ValueError: tile is odd"):
-        d.warn_kernel_once(wild, ValueError("tile is odd"))
+@pytest.mark.parametrize(
+    ("raises", "fault"),
+    [
+        (False, "plugin 'fakes'.*kernel odd ConfigError: FakeConfig: tile must be int"),
+        (True, "kernel 'odd' of plugin 'fakes' is set aside: config_type .*not today"),
+    ],
+)
+def test_a_kernel_that_cannot_be_used_is_reported_once_by_what_it_did(
+    raises: bool, fault: str, tmp_path: Path
+) -> None:
+    class Wild(FakeConfig):
+        @classmethod
+        def from_json(cls, doc: Any) -> Any:
+            raise RuntimeError("not today")
+
+    d, _ = dispatcher(FakeBlas(), FakeKernel("odd"), root=tmp_path)
+    odd: Any = d.registry.kernel("odd")
+    odd.config_type = Wild if raises else FakeConfig
+    bad = result("odd", 1.0, config={"tile": "large"})
+    with pytest.warns(TmmWarning, match=fault):
+        assert d.candidate(bad, [odd], problem()) is None
+    assert d.candidate(bad, [odd], problem()) is None  # a second warning would be an error
 
 
 # -- invalidation and messages ---------------------------------------------------------------
@@ -1050,7 +1063,6 @@ def test_what_is_compiled_ahead(interpreted: bool, stored: bool, tmp_path: Path)
         d.store.save(
             device.gpu, device.environment, recorded(instance.at(128), result("fast", 5.0))
         )
-    fast = [d.registry.kernel("fast")]
     tuner = d.tuner = Preparing()  # type: ignore[assignment]
     d.prepare(replace(instance, capturing=True), settings())
     assert tuner.prepared == ({} if idle else {instance: ["blas", "fast"]})  # type: ignore[comparison-overlap]
@@ -1058,13 +1070,10 @@ def test_what_is_compiled_ahead(interpreted: bool, stored: bool, tmp_path: Path)
     d.prepare(instance, settings(), force=True)
     assert list(tuner.prepared) == ([] if interpreted else [instance])
     tuner.prepared.clear()
-    d.prepare_record(instance, fast)
+    d.prepare(instance, settings(disable="blas"))  # which is measured for comparison
     assert tuner.prepared == ({} if idle else {instance: ["fast", "blas"]})  # type: ignore[comparison-overlap]
-    d.prepare_record(instance, [])  # its candidates compile already
+    d.prepare(instance, settings())  # its candidates compile already
     assert list(tuner.prepared.values()) == ([] if idle else [["fast", "blas"]])  # type: ignore[comparison-overlap]
-    tuner.prepared.clear()
-    d.prepare_record(instance, d.able(instance, settings()))
-    assert list(tuner.prepared.values()) == ([] if idle else [["blas", "fast"]])  # type: ignore[comparison-overlap]
 
 
 @pytest.mark.parametrize("cuda", [False, True])
@@ -1477,7 +1486,7 @@ def test_tuning_measures_a_weight_unless_its_arithmetic_is_known(
     if noted is not None:
         notes.add(digest(weight(own)), noted)
     monkeypatch.setattr(d._invariance, "_measured", lambda *_, **__: "two")
-    monkeypatch.setattr(d._invariance, "_on_record", lambda key, *_, **__: key)
+    monkeypatch.setattr(d, "on_record", lambda key, *_, **__: key)
     capturing = replace(own, capturing=True)
     assert d._invariance.tune(capturing, mine, force) == own
     assert notes.get(digest(weight(own))) == ("two" if measured and not gradient else noted)
@@ -1879,8 +1888,8 @@ def test_rungs_are_compiled_ahead_of_a_measurement(
         asked.append((key.m, tune, force))
         return recorded(key, result("k", known[key.m], config={"tile": 1}))
 
-    monkeypatch.setattr(d._invariance, "_on_record", on_record)
-    monkeypatch.setattr(d._invariance, "_prepare", lambda rung, able: ahead.append(rung.m))
+    monkeypatch.setattr(d, "on_record", on_record)
+    monkeypatch.setattr(d, "prepare", lambda rung, settings: ahead.append(rung.m))
     monkeypatch.setattr(
         d._invariance._host, "candidate", lambda *_: Candidate(kernel, FakeConfig())
     )

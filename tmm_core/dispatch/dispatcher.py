@@ -18,9 +18,8 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any
 
 from tmm_cache import CacheStore, TuningRecord
 
@@ -60,20 +59,6 @@ LOG_INTERVAL = 60.0
 #: Rows per group at which batch-invariant mode chooses for ragged products.
 ROWS_EACH = 64
 
-Method = TypeVar("Method", bound=Callable[..., Any])
-
-
-def _around_plugins(method: Method) -> Method:
-    """Run a method under :func:`nested`: it compiles, verifies or times plugins' kernels."""
-
-    @functools.wraps(method)
-    def call(*arguments: Any, **named: Any) -> Any:
-        with nested():
-            return method(*arguments, **named)
-
-    return cast(Method, call)
-
-
 _ALONE = "no other kernel can serve this problem"
 
 
@@ -93,7 +78,7 @@ class Dispatcher(Deferring):
         #: When this process last logged that another one is tuning.
         self._logged = -LOG_INTERVAL
 
-    @_around_plugins
+    @nested()  # it compiles, verifies or times plugins' kernels
     def bound(self, problem: Problem, settings: Settings) -> tuple[Choice, Launcher]:
         """Return the choice of :meth:`choose` with its launcher, verified if it never was. A kernel
         that cannot be bound or is wrong is quarantined, and the next choice is tried.
@@ -402,7 +387,7 @@ class Dispatcher(Deferring):
 
     # -- for commands and other modules -----------------------------------------------------
 
-    @_around_plugins
+    @nested()
     def tune(self, problem: Problem, settings: Settings, *, force: bool = False) -> TuningRecord:
         """Measure ``problem`` exactly (no bucket) and store the record.
 
@@ -491,7 +476,7 @@ class Dispatcher(Deferring):
         # Most processes never import this module.
         from tmm_core.dispatch.invariant import Invariance
 
-        return Invariance(self, self.on_record, self.prepare_record)
+        return Invariance(self)
 
     def after_fork(self) -> None:
         """Replace locks that other threads of the parent process may hold."""

@@ -67,12 +67,15 @@ class _DryRun(Dispatcher):
         self._choices = dict(original._choices)
         self._lock = threading.RLock()
         self._forbidden = forbidden
-        invariance = Invariance(self, self.on_record, lambda rung, able: None)
+        invariance = Invariance(self)
         invariance.copy_from(original._invariance)
         self.__dict__["_invariance"] = invariance
 
     def forbids_tuning(self, problem: Problem, settings: Settings) -> str | None:
         return self._forbidden or super().forbids_tuning(problem, settings)
+
+    def prepare(self, problem: Problem, settings: Settings, force: bool = False) -> None:
+        pass
 
     def log_miss(self, key: Problem) -> None:
         pass

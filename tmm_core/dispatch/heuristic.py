@@ -6,7 +6,7 @@ from typing import Any
 
 from tmm_core.dispatch.lookup import Lookup, fits
 from tmm_core.dispatch.neighbour import Near, Neighbours
-from tmm_core.errors import reraise
+from tmm_core.errors import PluginError
 from tmm_core.launch.plan import Choice
 from tmm_core.spec.kernel import Candidate, Kernel
 from tmm_core.spec.launcher import BASELINE
@@ -38,9 +38,7 @@ def choose(
         try:
             config = kernel.default_config(problem)
             estimate = kernel.estimate_us(problem, config)
-        except Exception as error:
-            reraise(error)
-            host.warn_kernel_once(kernel, error)
+        except PluginError:  # it was set aside, with a warning
             continue
         if estimate is not None:
             expected[kernel.name] = (estimate, Candidate(kernel, config))

@@ -17,14 +17,14 @@ import bisect
 import itertools
 import math
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from tmm_cache import JSON, CandidateResult, Notes, TuningRecord, digest
 
-from tmm_core.dispatch.lookup import Lookup
-from tmm_core.errors import UnsupportedProblemError, reraise
+from tmm_core.dispatch.measuring import Measuring
+from tmm_core.errors import PluginError, UnsupportedProblemError
 from tmm_core.launch.plan import Choice
 from tmm_core.settings import Settings
 from tmm_core.spec.bucket import bucketed, inside
@@ -81,21 +81,10 @@ def least_regret(rungs: Sequence[Rung]) -> str | None:
 
 
 class Invariance:
-    """Chooses among batch-invariant kernels, and keeps its choices for this process.
+    """Chooses among batch-invariant kernels, and keeps its choices for this process."""
 
-    Args:
-        on_record: Returns the record of a problem, measured now if asked
-            (:meth:`Measuring.on_record`).
-        prepare: Starts compiling for it (:meth:`Measuring.prepare_record`).
-    """
-
-    def __init__(
-        self,
-        host: Lookup,
-        on_record: Callable[..., TuningRecord | None],
-        prepare: Callable[[Problem, list[Kernel[Any]]], None],
-    ) -> None:
-        self._host, self._on_record, self._prepare = host, on_record, prepare
+    def __init__(self, host: Measuring) -> None:
+        self._host = host
         #: Arithmetics by weight and settings. An untuned choice stays too: bits must not change
         #: between two calls because the second may measure.
         self._arithmetics: dict[tuple[str, Settings], str] = {}
@@ -161,7 +150,7 @@ class Invariance:
                 chosen = self._measured(rungs, settings, tune=True, force=force)
                 if chosen is not None:
                     notes.add(weight_digest, chosen)
-        return self._on_record(own, able, settings, tune=True, force=force)
+        return self._host.on_record(own, able, settings, tune=True, force=force)
 
     # -- the weight's arithmetic --------------------------------------------------------
 
@@ -218,9 +207,9 @@ class Invariance:
             if tune and not force:
                 # Rungs are measured in the order in which they compile: the next rung's candidates
                 # compile while this one is timed.
-                for each in filter(None, ((rung, able), following)):
-                    self._prepare(*each)
-            record = self._on_record(rung, able, settings, tune, force)
+                for each, _ in filter(None, ((rung, able), following)):
+                    self._host.prepare(each, settings)
+            record = self._host.on_record(rung, able, settings, tune, force)
             found = None if record is None else self._known(rung, able, record)
             if found is None and not tune:
                 return None
@@ -267,9 +256,8 @@ class Invariance:
                     if (name := kernel.arithmetic(problem, config)) is not None:
                         expected = kernel.estimate_us(problem, config) or _NO_ESTIMATE
                         offered.setdefault(name, {})[Candidate(kernel, config)] = expected
-            except Exception as error:  # a plugin's kernel; costs only its candidates
-                reraise(error)
-                self._host.warn_kernel_once(kernel, error)
+            except PluginError:  # it was set aside, with a warning
+                continue
         return offered
 
     def _notes_of(self, problem: Problem) -> Notes:
@@ -305,7 +293,7 @@ class Invariance:
         for key in dict.fromkeys((own, edge)):
             at_key = self._host.able(key, settings)
             tune = forbidden is None and key == edge
-            record = self._on_record(key, at_key, settings, tune)
+            record = self._host.on_record(key, at_key, settings, tune)
             timed = [] if record is None else _around(record, problem.extent, key.extent)
             for result in timed:
                 candidate = self._host.candidate(result, able, problem)

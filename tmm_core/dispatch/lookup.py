@@ -10,6 +10,7 @@ from tmm_cache import CacheStore, CandidateResult, RecordError, TuningRecord
 
 from tmm_core.errors import (
     CacheMissError,
+    ConfigError,
     PluginError,
     TmmError,
     error_text,
@@ -99,17 +100,17 @@ class Lookup:
             if kernel.name == result.kernel and (any_version or kernel.version == result.version):
                 try:
                     config = read_config(kernel, result.config)
-                except Exception as error:  # ConfigError, or a plugin's own
-                    reraise(error)
-                    self.warn_kernel_once(kernel, error)
+                except PluginError:  # the kernel was set aside, with a warning
+                    continue
+                except ConfigError as error:
+                    self.warn_of(kernel, error_text(error), error)
                     continue
                 candidate = Candidate(kernel, config)
                 if kernel.name == BASELINE and not fits(candidate, problem):
                     # If another kernel does not bind, BLAS answers. BLAS itself has no fallback.
                     if not any_version:
-                        self.warn_kernel_once(
-                            kernel, f"{config} on record is not a config for {problem}"
-                        )
+                        note = f"{config} on record is not a config for {problem}"
+                        self.warn_once(f"kernel {kernel.name}: {note}")
                 elif not config.unmet_promises(problem):
                     return candidate
         return None
@@ -275,13 +276,6 @@ class Lookup:
             f"GPU, its software and the kernels that are installed; tune, and run "
             f"`tmm-cache freeze` again"
         )
-
-    def warn_kernel_once(self, kernel: Kernel[Any], fault: BaseException | str) -> None:
-        """Report a kernel whose result cannot be used. The caller has re-raised what must pass."""
-        if not isinstance(fault, BaseException):
-            self.warn_once(f"kernel {kernel.name}: {fault}")
-        elif not issubclass(type(fault), PluginError):  # set aside, with a warning
-            self.warn_of(kernel, error_text(fault), fault)
 
     def warn_of(
         self, kernel: Kernel[Any], message: str, error: BaseException | None = None

@@ -72,17 +72,12 @@ class Measuring(Lookup):
     def prepare(self, problem: Problem, settings: Settings, force: bool = False) -> None:
         """Start compiling the first candidates for ``problem`` without waiting, unless it is on
         record. While one problem is timed, the kernels of the next one compile."""
-        problem = problem.bare()
-        if problem.device.interpreted or (not force and self.record_of(problem)):
-            return
-        self.tuner.prepare(problem, self.able(problem, settings), self.hints(problem))
-
-    def prepare_record(self, key: Problem, able: list[Kernel[Any]]) -> None:
-        """Start compiling the first candidates of :meth:`on_record`, which is to measure, without
-        waiting."""
-        if key.device.interpreted or self.record_of(key) or key in self.tuner.prepared:
-            return  # an incomplete record lacks few kernels
-        self.tuner.prepare(key, self._with_baseline(key, able), self.hints(key))
+        key = problem if problem.batch_invariant else problem.bare()
+        # An incomplete record lacks few kernels.
+        known = self.record_of(key) is not None and not force
+        if not (key.device.interpreted or known or key in self.tuner.prepared):
+            able = self._with_baseline(key, self.able(key, settings))
+            self.tuner.prepare(key, able, self.hints(key))
 
     def _with_baseline(self, key: Problem, able: list[Kernel[Any]]) -> list[Kernel[Any]]:
         """The kernels and BLAS. It is measured for comparison even where calls may not use it: in

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from tmm_core.dispatch.lookup import Lookup
-from tmm_core.errors import reraise
 from tmm_core.launch.plan import Choice
 from tmm_core.spec.kernel import Candidate
 from tmm_core.spec.launcher import BASELINE
 from tmm_core.spec.problem import Problem
 from tmm_core.tuning.ranking import times_around
+from tmm_core.tuning.search import estimate_us
 
 
 def saving_us(host: Lookup, problem: Problem, choice: Choice) -> float:
@@ -24,13 +24,8 @@ def saving_us(host: Lookup, problem: Problem, choice: Choice) -> float:
     if choice.origin in ("cache", "tuned"):
         blas, own = record_times(host, problem), record_times(host, problem, candidate)
         return 0.0 if blas is None or own is None else max(0.0, blas - own)
-    blas_kernel = host.registry.kernel(BASELINE)
-    try:
-        blas = blas_kernel.estimate_us(problem, blas_kernel.default_config(problem))
-        own = candidate.kernel.estimate_us(problem, candidate.config)
-    except Exception as error:
-        reraise(error)
-        return 0.0
+    blas = estimate_us(problem, host.registry.kernel(BASELINE))
+    own = estimate_us(problem, candidate.kernel, candidate.config)
     return 0.0 if blas is None or own is None else max(0.0, blas - own)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args
 
 from tmm_base.guards import chain
 
@@ -19,7 +19,7 @@ from tmm_core.tuning.untried import Able, Left
 from tmm_core.verify.environment_faults import Cause, read
 
 #: The order of causes in reports: the first is the one to repair.
-GRAVEST: tuple[Cause, ...] = ("toolchain", "passing", "alike", "hung", "budget")
+GRAVEST: tuple[Cause, ...] = get_args(Cause)
 #: Exceptions of Triton that mean that a config does not fit, by name.
 _DOES_NOT_FIT = ("OutOfResources",)
 
