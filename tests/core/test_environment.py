@@ -4,6 +4,7 @@ and the kernel is tried again once the environment changes."""
 from __future__ import annotations
 
 import errno
+import os
 import subprocess
 import types
 import warnings
@@ -113,6 +114,7 @@ ENVIRONMENT: list[tuple[str, Callable[[], BaseException]]] = [
     ("toolchain", lambda: subprocess.CalledProcessError(1, ["gcc", "main.c"])),
     ("toolchain", lambda: ImportError("libcuda.so.1: cannot open shared object file")),
     ("toolchain", lambda: ModuleNotFoundError("No module named 'cutlass'")),
+    ("toolchain", lambda: OSError("/tmp/launcher.so: file too short")),  # the loader sets no errno
     ("toolchain", lambda: raised_in("triton.knobs", RuntimeError("Cannot find ptxas"))),
     ("toolchain", lambda: raised_in("triton.backends.nvidia.driver", AssertionError("libcuda"))),
     ("toolchain", lambda: raised_in("triton.runtime.build", RuntimeError("any words"))),
@@ -545,6 +547,25 @@ def test_toolchains_are_distinguished(monkeypatch: pytest.MonkeyPatch, tmp_path:
     differs()
     (tmp_path / "installed").mkdir()
     differs()
+    monkeypatch.setattr(toolchain, "_C_HEADER", tmp_path / "stdlib.h")  # gcc without libc6-dev
+    differs()
+    (tmp_path / "stdlib.h").write_text("")
+    differs()
+    monkeypatch.setattr(toolchain.shutil, "which", lambda _: None)  # nor an assembler
+    differs()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "installed" / "missing"))
+    assert toolchain.fingerprint() in seen
+    usable = toolchain.usable
+    monkeypatch.setattr(
+        toolchain, "usable", lambda path: "full" if path == tmp_path / "t" else usable(path)
+    )
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "t"))  # the compiler's; Python uses another
+    differs()
+    monkeypatch.delenv("TMPDIR")
+    assert toolchain.fingerprint() in seen
+    monkeypatch.setenv("TRITON_CACHE_DIR", "")
+    differs()
+    monkeypatch.delenv("TRITON_CACHE_DIR")
     monkeypatch.setattr(toolchain, "usable", lambda _: "full")
     differs()
     # Each process of a job may write elsewhere.
@@ -554,6 +575,18 @@ def test_toolchains_are_distinguished(monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 def test_folders_that_triton_cannot_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert toolchain.usable(tmp_path / "not" / "there") == "yes"
+    assert toolchain.usable(Path(os.fsdecode(bytes(tmp_path) + b"/\xff"))) == "not named in UTF-8"
+    assert toolchain.usable(None).startswith("unnamed")
+    assert toolchain.usable(tmp_path / ("x" * 300) / "below") == "File name too long"
+
+    def stat(path: Path) -> None:
+        if path != tmp_path:
+            raise PermissionError(errno.EACCES, "Permission denied")
+
+    with monkeypatch.context() as scope:  # another user's home, which may not be entered
+        scope.setattr(toolchain.os, "stat", stat)
+        scope.setattr(toolchain.os, "access", lambda path, _: path != tmp_path)
+        assert toolchain.usable(tmp_path / ".triton" / "cache") == "not writable"
     file = tmp_path / "file"
     file.write_text("")
     assert toolchain.usable(file / "below") == "not writable"

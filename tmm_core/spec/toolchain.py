@@ -37,8 +37,11 @@ _FILES = (
 )
 #: Variables that name a folder for output. They often differ from process to process.
 _OUTPUTS = ("TRITON_CACHE_DIR", "TRITON_DUMP_DIR", "TRITON_OVERRIDE_DIR", "TRITON_HOME")
+#: Variables that name the folder for temporary files, of Python and of compilers.
+_TEMPORARY = ("TMPDIR", "TMP", "TEMP")
 #: Other variables by which Triton finds programs and libraries.
 _VARIABLES = ("CC", "CUDA_HOME", "CUDA_PATH", "LD_LIBRARY_PATH", "LIBRARY_PATH", "CPATH")
+_C_HEADER = Path("/usr/include/stdlib.h")
 _DRIVER = Path("/proc/driver/nvidia/version")
 
 
@@ -55,11 +58,14 @@ def toolchain() -> dict[str, JSON]:
         "files": [_file(path) for path in _triton_files()],
         "ptxas": _file(ptxas()),
         "compiler": _file(c_compiler()),
-        "python.h": python_header().exists(),
+        "python.h": os.path.exists(python_header()),
+        "build": [_file(path) for path in _build_files()],
         "driver": _read(_DRIVER),
         "packages": [_file(Path(path)) for path in _site_packages()],
         "variables": _variables(),
-        "folders": {name: usable(path) for name, path in folders().items()},
+        "folders": {
+            name: state for name, path in folders().items() if (state := usable(path)) != "yes"
+        },
     }
 
 
@@ -68,7 +74,7 @@ def lacking() -> str | None:
     if c_compiler() is None:
         return f"Triton needs a C compiler ({os.environ.get('CC') or 'gcc or clang'} not found)"
     header = python_header()
-    return None if header.exists() else f"Triton needs Python.h (no {header})"
+    return None if os.path.exists(header) else f"Triton needs Python.h (no {header})"
 
 
 def ptxas() -> Path | None:
@@ -78,7 +84,7 @@ def ptxas() -> Path | None:
         return Path(given)
     top = _triton()
     own = None if top is None else top / "backends" / "nvidia" / "bin" / "ptxas"
-    return own if own is not None and own.exists() else None
+    return own if own is not None and os.path.exists(own) else None
 
 
 def c_compiler() -> Path | None:
@@ -95,31 +101,59 @@ def python_header() -> Path:
     return Path(sysconfig.get_paths(scheme)["include"], "Python.h")
 
 
-def folders() -> dict[str, Path]:
-    """The folders that Triton writes into."""
-    found = {}
+def _build_files() -> list[Path | None]:
+    """Return what the C compiler needs besides itself. Debian's gcc installs without headers."""
+    programs = (shutil.which(name) for name in ("as", "ld"))
+    return [*(Path(found) if found else None for found in programs), _C_HEADER]
+
+
+def folders() -> dict[str, Path | None]:
+    """The folders that Triton and its compiler write into; None for a variable that names none."""
+    found: dict[str, Path | None] = {}
     with suppress(OSError):  # none is usable
         found["temporary"] = Path(tempfile.gettempdir())
+    # Python falls back to another folder where a compiler insists on this one.
+    found |= {name: Path(given) for name in _TEMPORARY if (given := os.environ.get(name))}
     given = os.environ.get("TRITON_CACHE_DIR")
     with suppress(RuntimeError):  # no home
         home = Path(os.environ.get("TRITON_HOME") or Path.home())
         found["triton cache"] = Path(given) if given else home / ".triton" / "cache"
+    if given == "":  # Triton does not fall back to its default then
+        found["triton cache"] = None
     return found
 
 
-def usable(folder: Path) -> str:
+def usable(folder: Path | None) -> str:
     """Return ``yes``, or the reason why a folder, which need not exist yet, cannot be written."""
-    place = folder
-    while not place.exists() and place != place.parent:
-        place = place.parent
-    if not os.access(place, os.W_OK | os.X_OK):
-        return "not writable"
+    if folder is None:
+        return "unnamed (TRITON_CACHE_DIR is empty)"
     try:
+        str(folder).encode()
+    except UnicodeEncodeError as error:
+        reraise(error)
+        return "not named in UTF-8"
+    place = folder
+    try:
+        while not _exists(place) and place != place.parent:
+            place = place.parent
+        if not os.access(place, os.W_OK | os.X_OK):
+            return "not writable"
         free = shutil.disk_usage(place).free
     except OSError as error:
         reraise(error)
         return error.strerror or "unreadable"
     return "yes" if free >= LEAST_FREE_BYTES else "full"
+
+
+def _exists(path: Path) -> bool:
+    """Whether there is such a file. Raises OSError for a path that cannot become one, such as one
+    with too long a name."""
+    try:
+        os.stat(path)
+    except (FileNotFoundError, NotADirectoryError, PermissionError) as error:
+        reraise(error)
+        return False
+    return True
 
 
 #: Read once: the process has imported this release, and reading takes 1 ms.

@@ -65,8 +65,8 @@ _WORDS: tuple[tuple[Cause, str], ...] = (
     ("passing", r"\bNo space left on device\b|\bDisk quota exceeded\b"),
     ("passing", r"\ballocate memory\b|\bToo many open files\b"),
     ("passing", r"\bResource temporarily unavailable\b|\bInput/output error\b"),
-    ("passing", r"\((?:signal \d+, )SIG(?:KILL|TERM|INT|HUP|QUIT|XCPU)\)"),
-    ("passing", r"`ptxas` failed with error code -(?:1|2|9|15)\b"),
+    ("passing", r"\((?:signal \d+, )SIG(?:KILL|TERM|INT|HUP|QUIT|XCPU|XFSZ)\)"),
+    ("passing", r"`ptxas` failed with error code -(?:1|2|9|15|24|25)\b"),
     ("passing", r"\bBrokenProcessPool\b|\bBrokenExecutor\b"),
     ("toolchain", r"`ptxas` failed with error code 12[67]\b"),
     ("toolchain", r"\bCannot find (?:`?)(?:ptxas|cuobjdump|nvdisasm|ld\.lld)"),
@@ -77,6 +77,11 @@ _WORDS: tuple[tuple[Cause, str], ...] = (
     ("toolchain", r"\bNo usable temporary directory\b"),
     ("toolchain", r"\bModuleNotFoundError\b|\bImportError\b"),
     ("toolchain", r"cannot open shared object file|libcuda\.so(?:\.\d+)? (?:cannot|not) found"),
+    # The loader's words about a library from a broken compiler, a full disk or another release.
+    ("toolchain", r"\bfile too short\b|\binvalid ELF header\b|\bwrong ELF class\b"),
+    ("toolchain", r"failed to map segment from shared object|cannot enable executable stack"),
+    ("toolchain", r"\bversion `[^`'\n]+' not found\b|\bOSError: [^\n]*\bundefined symbol: "),
+    ("toolchain", r"\bgot CUDA version: "),  # an assembler too old for Triton
     ("toolchain", r"\bCalledProcessError\b"),
     ("toolchain", r"\bactive drivers?\b|\bno CUDA-capable device\b"),
     ("toolchain", r"\bdriver version is insufficient\b"),

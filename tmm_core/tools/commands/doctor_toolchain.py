@@ -41,9 +41,9 @@ def parts(device: torch.device) -> Iterator[Finding]:
     for name, folder in toolchain.folders().items():
         state = toolchain.usable(folder)
         if state != "yes":
-            advice = "free some space" if state == "full" else "make it writable"
-            advice += ", or set another"
-            yield Finding("toolchain", "problem", f"{name} folder {folder} is {state}", advice)
+            text = f"{name} folder {folder} is {state}" if folder else f"{name} folder is {state}"
+            advice = {"full": "free some space, or ", "not writable": "make it writable, or "}
+            yield Finding("toolchain", "problem", text, f"{advice.get(state, '')}set another")
     yield Finding("toolchain", "ok", f"fingerprint {toolchain.fingerprint()}")
 
 
