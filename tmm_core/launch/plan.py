@@ -18,7 +18,6 @@ from tmm_core.spec.arguments import (
     EXTRAS,
     FIELDS,
     GROUPED_EXTRAS,
-    GROUPED_ROLE,
     LAUNCHED,
     ROLE,
     SIGNATURE,
@@ -313,7 +312,7 @@ def _guards(tensors: Sequence[Tensor | None]) -> Callable[..., bool] | None:
 def _with_extras(
     problem: Problem, launcher: Launcher, extras: Sequence[str], given: Sequence[str]
 ) -> Callable[..., Tensor]:
-    launched = keywords(GROUPED_ROLE[name].keyword for name in given)
+    launched = keywords(ROLE[name].keyword for name in given)
     packed = [_pack(problem, name) for name in given]
     lines = [*packed, f"return launcher({', '.join(LAUNCHED)}{launched})"]
     parameters = ", ".join((*LAUNCHED, *extras))
@@ -323,6 +322,6 @@ def _with_extras(
 def _pack(problem: Problem, name: str) -> str:
     """Return the statement that assigns an extra to its name in launches. Kernels index an extra by
     row or column alone, so it is made contiguous; they use the strides of a grid of scales."""
-    role = GROUPED_ROLE[name]
+    role = ROLE[name]
     grid = role.of and getattr(problem, role.of).grid
     return f"{role.keyword} = {name}" + ("" if grid else ".contiguous()")

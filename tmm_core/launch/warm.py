@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,13 +24,11 @@ from tmm_core.launch.collector import garbage_kept
 from tmm_core.launch.fold import Fold
 from tmm_core.launch.nesting import NESTING, add_entry, announced, launching
 from tmm_core.launch.output_memory import allocating_outputs
-from tmm_core.launch.plan import Choice, Plan
+from tmm_core.launch.plan import Plan
 from tmm_core.spec.arguments import (
     EXTRAS,
     LAUNCHED,
-    ROLE,
     ROLES,
-    STORED,
     TENSORS,
     Arguments,
     GroupedArguments,
@@ -75,45 +73,24 @@ class Part(NamedTuple):
     takes_residual: bool
 
 
-#: Parts by the keys of their epilogues, and by their own texts.
+#: The beginning of parts' texts, which the keys of their epilogues follow.
+_PART = "part of "
+#: Parts by the keys of their epilogues.
 _parts: dict[str, Part] = {}
-_named_parts: dict[str, Part] = {}
 
 
 def part_of(epilogue: Epilogue) -> Part:
     """Return the part of ``epilogue`` that the product of a differentiated call computes."""
-    return _parts.get(epilogue.key) or _make_part(epilogue)
-
-
-def _make_part(epilogue: Epilogue) -> Part:
-    head, rest = epilogue.bare.parts if epilogue.outputs else epilogue.parts
-    text = f"part of {epilogue.key}"
-    part = Part(epilogue, text, head, rest, head.is_identity and rest is None)
-    _parts[epilogue.key] = _named_parts[text] = part
+    if (part := _parts.get(epilogue.key)) is None:
+        head, rest = epilogue.bare.parts if epilogue.outputs else epilogue.parts
+        text, whole = f"{_PART}{epilogue.key}", head.is_identity and rest is None
+        part = _parts[epilogue.key] = Part(epilogue, text, head, rest, whole)
     return part
 
 
-class Epilogues(Protocol):
-    """The epilogues registered by plugins."""
-
-    def epilogue(self, value: str | None, /) -> Epilogue: ...
-
-
-class Answerer(Hashable, Protocol):
-    """Chooses the kernel of a problem, and quarantines kernels that failed."""
-
-    @property
-    def registry(self) -> Epilogues: ...
-
-    def bound(
-        self, problem: Problem, settings: settings.Settings, /
-    ) -> tuple[Choice, Launcher]: ...
-
-    def quarantine(self, problem: Problem, choice: Choice, error: BaseException, /) -> None: ...
-
-
-def answerer() -> Answerer:
-    """Return the answerer for calls without a plan; :mod:`tmm_core.dispatch` replaces this."""
+def answerer() -> Any:
+    """Return the dispatcher, which answers calls without a plan; :mod:`tmm_core.dispatch` replaces
+    this function."""
     raise RuntimeError("tmm_core.dispatch is not imported")
 
 
@@ -148,9 +125,9 @@ def epilogue_of(text: str) -> Epilogue:
 
 
 @functools.lru_cache(256)
-def _parsed(chooser: Answerer, text: str) -> Epilogue:
+def _parsed(chooser: Any, text: str) -> Epilogue:
     """Parse a text once: a call that records gradients needs it twice, at 9 µs each."""
-    return chooser.registry.epilogue(text or None)
+    return chooser.registry.epilogue(text or None)  # type: ignore[no-any-return]
 
 
 def plain(t: Any) -> bool:
@@ -209,9 +186,9 @@ def nest(kernel: str) -> None:
 def _product_of(call: Any) -> Any:
     """Return the call itself, or the product of a call that is differentiated in parts. Such a call
     is checked as a whole."""
-    part = _named_parts.get(call.epilogue)
-    if part is None:
+    if not call.epilogue.startswith(_PART):
         return call
+    part = _parts[call.epilogue.removeprefix(_PART)]
     check(call, part.whole)
     residual = call.residual if part.takes_residual else None
     return call._replace(residual=residual, epilogue=part.head.interned())
@@ -383,7 +360,8 @@ def entry(
     shorter key; one is for stored operands. Each has the source of its launch."""
     absent = [f"{name} is None" for name in EXTRAS]
     yield f"if {' and '.join(absent)} and not formats:"
-    for line in _replay([role for role in roles if role.name not in STORED], arguments, launch):
+    plain = [role for role in roles if role.name not in (*EXTRAS, "formats")]
+    for line in _replay(plain, arguments, launch):
         yield f"    {line}"
     yield "else:"
     for line in _replay(roles, arguments, launch_stored):
@@ -437,7 +415,7 @@ fast_path_allowed: Callable[..., bool] = written(
 )
 run: Callable[..., Tensor] = written(
     "run",
-    parameters(ROLE),
+    parameters(Arguments._fields),
     entry(
         ROLES,
         Arguments,

@@ -53,6 +53,35 @@ class Arguments(NamedTuple):
         return [t for t in self.tensors if t is not None]
 
 
+class GroupedArguments(NamedTuple):
+    """The arguments of one grouped call, in its operator's order; ``out`` comes last."""
+
+    a: Tensor
+    b: Tensor
+    offs: Tensor
+    bias: Tensor | None = None
+    residual: Tensor | None = None
+    alpha: Any = 1.0
+    epilogue: str = ""
+    out_dtype: torch.dtype | None = None
+    a_index: Tensor | None = None
+    out_index: Tensor | None = None
+    out_weights: Tensor | None = None
+    zeroed: bool = False
+    scale_a: Tensor | None = None
+    scale_b: Tensor | None = None
+    zero_a: Tensor | None = None
+    zero_b: Tensor | None = None
+    #: The names of formats that dtypes do not imply: ``"of a,of b"``, or empty.
+    formats: str = ""
+    out: Any = None
+
+    @property
+    def given(self) -> list[Tensor]:
+        """The tensors that are there to be read."""
+        return [t for name in GROUPED_TENSORS if (t := getattr(self, name)) is not None]
+
+
 class Role(NamedTuple):
     """The role of one argument in the handling of calls.
 
@@ -91,70 +120,35 @@ class Role(NamedTuple):
         return self.type.endswith("?")
 
 
-ROLES = (
-    Role("a", "Tensor", SIGNATURE, "mk", cast=True),
-    Role("b", "Tensor", SIGNATURE, "kN", cast=True),
-    Role("bias", "Tensor?", SIGNATURE, "N", cast=True),
-    Role("residual", "Tensor?", SIGNATURE, "mn", cast=True),
-    Role("alpha", "Scalar", "{0} == 1.0"),
-    Role("epilogue", "str", "{0}"),
-    Role("out_dtype", "ScalarType?", "{0}"),
-    # Kernels index a scale only by row or column, so it is made contiguous.
-    Role("scale_a", "Tensor?", PACKED, "m1", extra=True, of="a", part="scale"),
-    Role("scale_b", "Tensor?", PACKED, "1N", extra=True, of="b", part="scale"),
-    Role("zero_a", "Tensor?", PACKED, "m1", extra=True, of="a", part="zero"),
-    Role("zero_b", "Tensor?", PACKED, "1N", extra=True, of="b", part="zero"),
-    Role("formats", "str", "{0}"),
-    Role("out", "Tensor?", SIGNATURE, "mn"),
-)
-ROLE = {role.name: role for role in ROLES}
-assert tuple(ROLE) == Arguments._fields
-
-
-class GroupedArguments(NamedTuple):
-    """The arguments of one grouped call, in its operator's order; ``out`` comes last."""
-
-    a: Tensor
-    b: Tensor
-    offs: Tensor
-    bias: Tensor | None = None
-    residual: Tensor | None = None
-    alpha: Any = 1.0
-    epilogue: str = ""
-    out_dtype: torch.dtype | None = None
-    a_index: Tensor | None = None
-    out_index: Tensor | None = None
-    out_weights: Tensor | None = None
-    zeroed: bool = False
-    scale_a: Tensor | None = None
-    scale_b: Tensor | None = None
-    zero_a: Tensor | None = None
-    zero_b: Tensor | None = None
-    #: The names of formats that dtypes do not imply: ``"of a,of b"``, or empty.
-    formats: str = ""
-    out: Any = None
-
-    @property
-    def given(self) -> list[Tensor]:
-        """The tensors that are there to be read."""
-        return [t for name in GROUPED_TENSORS if (t := getattr(self, name)) is not None]
-
-
-GROUPED_ROLES = (
-    ROLE["a"],
-    ROLE["b"],
-    Role("offs", "Tensor", PACKED, extra=True),
-    *(ROLE[name] for name in ("bias", "residual", "alpha", "epilogue", "out_dtype")),
-    Role("a_index", "Tensor?", PACKED, extra=True),
-    Role("out_index", "Tensor?", PACKED, extra=True),
-    # Not cast by autocast either, to keep the precision of a router's softmax.
-    Role("out_weights", "Tensor?", PACKED, extra=True),
-    Role("zeroed", "bool", "{0}"),
-    *(ROLE[name] for name in ("scale_a", "scale_b", "zero_a", "zero_b", "formats", "out")),
-)
-assert tuple(role.name for role in GROUPED_ROLES) == GroupedArguments._fields
-GROUPED_ROLE = {role.name: role for role in GROUPED_ROLES}
-#: Roles by the class of arguments.
+#: The role of each argument of plain and of grouped calls.
+ROLE = {
+    role.name: role
+    for role in (
+        Role("a", "Tensor", SIGNATURE, "mk", cast=True),
+        Role("b", "Tensor", SIGNATURE, "kN", cast=True),
+        Role("bias", "Tensor?", SIGNATURE, "N", cast=True),
+        Role("residual", "Tensor?", SIGNATURE, "mn", cast=True),
+        Role("alpha", "Scalar", "{0} == 1.0"),
+        Role("epilogue", "str", "{0}"),
+        Role("out_dtype", "ScalarType?", "{0}"),
+        # Kernels index a scale only by row or column, so it is made contiguous.
+        Role("scale_a", "Tensor?", PACKED, "m1", extra=True, of="a", part="scale"),
+        Role("scale_b", "Tensor?", PACKED, "1N", extra=True, of="b", part="scale"),
+        Role("zero_a", "Tensor?", PACKED, "m1", extra=True, of="a", part="zero"),
+        Role("zero_b", "Tensor?", PACKED, "1N", extra=True, of="b", part="zero"),
+        Role("formats", "str", "{0}"),
+        Role("out", "Tensor?", SIGNATURE, "mn"),
+        Role("offs", "Tensor", PACKED, extra=True),
+        Role("a_index", "Tensor?", PACKED, extra=True),
+        Role("out_index", "Tensor?", PACKED, extra=True),
+        # Not cast by autocast either, to keep the precision of a router's softmax.
+        Role("out_weights", "Tensor?", PACKED, extra=True),
+        Role("zeroed", "bool", "{0}"),
+    )
+}
+#: Roles in the order of a call's arguments, also by the class of arguments.
+ROLES = tuple(ROLE[name] for name in Arguments._fields)
+GROUPED_ROLES = tuple(ROLE[name] for name in GroupedArguments._fields)
 ROLES_OF: dict[type, tuple[Role, ...]] = {Arguments: ROLES, GroupedArguments: GROUPED_ROLES}
 GROUPED_TENSORS = tuple(
     role.name for role in GROUPED_ROLES if role.is_tensor and role.name != "out"
@@ -164,13 +158,10 @@ GROUPED_EXTRAS = tuple(role.name for role in GROUPED_ROLES if role.extra)
 #: The tensors that a call reads, and the ones that a launch takes by keyword.
 TENSORS = tuple(role.name for role in ROLES if role.is_tensor and role.name != "out")
 EXTRAS = tuple(role.name for role in ROLES if role.extra)
-#: The parts of stored operands, in the order of a call's arguments; and by operand and part.
+#: The parts of stored operands, in the order of a call's arguments.
 PARTS = tuple(role for role in ROLES if role.of)
-PART = {(role.of, role.part): role for role in PARTS}
 #: Their names in launches.
 LAUNCHED_PARTS = tuple(role.keyword for role in PARTS)
-#: The arguments that only calls of stored operands have.
-STORED = (*EXTRAS, "formats")
 ROWS = tuple(name for name in GROUPED_EXTRAS if name not in EXTRAS)
 #: Positional arguments of a launch.
 LAUNCHED = ("a", "b", "bias", "residual", "alpha", "out")

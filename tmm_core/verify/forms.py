@@ -13,7 +13,7 @@ import torch
 
 from tmm_core.launch.fold import Fold
 from tmm_core.launch.plan import Plan
-from tmm_core.spec.arguments import PART, Arguments
+from tmm_core.spec.arguments import PARTS, Arguments
 from tmm_core.spec.launcher import Bound
 from tmm_core.spec.problem import Problem
 from tmm_core.verify.ragged_inputs import Inputs, divided
@@ -39,7 +39,7 @@ class Source:
         if out is not None and not (out.is_contiguous() and out.data_ptr() % 16 == 0):
             return self.bound(a, b, bias, residual, alpha, out, **parts)  # no plan takes it
         problem = self.problem
-        extras: Any = {PART[(name[0], name[2:])].name: t for name, t in parts.items()}
+        extras: Any = {r.name: t for r in PARTS if (t := parts.get(r.keyword)) is not None}
         given = (a, b, bias, residual, *extras.values())
         seen = ((t.shape, t.stride(), t.data_ptr() % 16) for t in given if t is not None)
         key = alpha, *seen
