@@ -53,6 +53,12 @@ SHAPES = [
 #: The problem that starts the compilers.
 FIRST = ("first", 512, 1024, 512, "")
 COMPILING = "compiling and loading"
+#: The stage of a tuning that waits in a generator; the first counts.
+STAGES = {
+    "measure_at": "other M", "_verify_whole": "verifying the winner",
+    "_verify": "verifying candidates", "_measure_in_steady_state": "steady state",
+    "_measure": "timing",
+}  # fmt: skip
 
 
 @dataclass
@@ -74,6 +80,15 @@ class Row:
     winner_us: float = 0.0
     blas_us: float = 0.0
     timed: int = 0
+
+
+def stage_of(steps: Any) -> str:
+    """The stage in which a tuning's generator waits, by the generators that it runs."""
+    names = []
+    while steps is not None and (code := getattr(steps, "gi_code", None)) is not None:
+        names.append(code.co_name)
+        steps = steps.gi_yieldfrom
+    return next((stage for name, stage in STAGES.items() if name in names), COMPILING)
 
 
 class Watch:
@@ -114,7 +129,8 @@ class Watch:
                     except StopIteration:
                         return
                     finally:
-                        stage = tuning.stage
+                        ended = steps.gi_frame is None
+                        stage = spans[-1][0] if ended and spans else stage_of(steps)
                         host[stage] += time.thread_time() - busy
                         if not spans or spans[-1][0] != stage:
                             spans.append((stage, begun, begun))
@@ -167,11 +183,10 @@ def table(rows: Sequence[Row]) -> str:
     for row in rows:
         get = row.stages.get
         verifying = get("verifying candidates", 0.0) + get("verifying the winner", 0.0)
-        timing = sum(get(s, 0.0) for s in ("screening", "second round", "deciding round"))
         cancelled = sum(job.get("how") == "cancelled" for job in row.jobs)
         lines.append(
             f"| {row.kind} | {row.problem} | {row.seconds:.2f} | {get(COMPILING, 0.0):.2f} "
-            f"| {verifying:.2f} | {timing:.2f} | {get('steady state', 0.0):.2f} "
+            f"| {verifying:.2f} | {get('timing', 0.0):.2f} | {get('steady state', 0.0):.2f} "
             f"| {get('other M', 0.0):.2f} | {len(row.jobs) - cancelled} | {cancelled} "
             f"| {row.timed} | {row.winner.split()[0]} | {row.winner_us:.1f} | {row.blas_us:.1f} |"
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -844,17 +843,6 @@ def test_an_unlikely_kernel_has_no_place_of_its_own() -> None:
     kernels[1] = FakeKernel("best", estimate=10.0)
     first = search.Search(problem(), kernels, kernels).first()
     assert {c.kernel.name for c in first} == {"blas", "best", "near", "far"}
-
-
-def test_a_tuning_reports_its_stage_after_every_step() -> None:
-    """A benchmark sums the seconds of each."""
-    kernel = FakeKernel("k", tiles=range(1, 9))
-    kernels, deadline = [FakeBlas(), kernel], Deadline(math.inf)
-    tuner = Tuner(FakeTimer({"blas": 20.0, "k": 10.0}))
-    tuning = tuner._tuning(problem(m=64), settings(), deadline, Findings(), {})
-    found = {tuning.stage for _ in tuning.run(search.Search(problem(m=64), kernels, kernels))}
-    stages_of = {"compiling and loading", "verifying candidates", "screening", "second round"}
-    assert found >= stages_of | {"deciding round", "verifying the winner", "other M"}
 
 
 class Recapturing(FakeTimer):

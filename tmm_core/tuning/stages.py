@@ -91,8 +91,6 @@ class Tuning:
         findings: Findings,
     ) -> None:
         self.runs: list[CandidateRun] = []
-        #: The present step, which ``benchmarks/tuning_time.py`` reads.
-        self.stage = "starting"
         self._findings = findings
         self._problem = problem
         self._device = current_device(problem.device)
@@ -175,13 +173,11 @@ class Tuning:
         while batch or trying:
             trying |= {candidate: CandidateRun(candidate) for candidate in batch}
             compiling = self._launchers.submit(self._jobs(batch), self._jobs(following))
-            self.stage = "compiling and loading"
             if not self.runs:
                 yield compiling  # before it takes memory
             self.runs += [trying[candidate] for candidate in batch]
             while self._eager and self._launchers.all_compile and (run := self._leader()):
                 yield from self._verify_whole(run)
-            self.stage = "compiling and loading"
             outcomes = yield from self._launchers.some()
             runs = [trying.pop(candidate) for _, candidate in outcomes]
             for run, outcome in zip(runs, outcomes.values(), strict=True):
@@ -210,12 +206,10 @@ class Tuning:
                 run.fail(BUDGET_ENDED)
                 continue
             self._weigh(run)
-            self.stage = "verifying candidates"
             yield from self._verify(run, self._verifier)
             if run.launcher is not None:
                 run.runner = self._copies.runner(run.launcher)
             yield ()
-        self.stage = "screening"
         running = [run for run in runs if run.runner is not None]
         yield from self._measure(running, SCREENING, SCREENING_US)
 
@@ -241,7 +235,7 @@ class Tuning:
 
     def _verify_whole(self, run: CandidateRun) -> Steps[None]:
         """Verify a candidate in every way in which it is used."""
-        run.verified, self.stage = True, "verifying the winner"
+        run.verified = True
         yield from self._verify(run, self._verifier, "whole", _repeats(run.time))
 
     def _verify(
@@ -350,7 +344,6 @@ class Tuning:
             spare = spare[: self._most_reserves()]
         racing = survivors(self._problem, racing, SCREENING_KEEPS, 2 * FINALISTS)
         if len(racing) > FINALISTS + 1 and not self._is_late():
-            self.stage = "second round"
             yield from self._measure(racing, SECOND, SECOND_US)
         racing = survivors(self._problem, racing, SECOND_KEEPS, FINALISTS)
         racing = list(dict.fromkeys([*racing, *spare]))
@@ -359,9 +352,7 @@ class Tuning:
         self._launchers.submit((), [(at, run.candidate) for at in elsewhere for run in racing])
         if not self._is_late():
             settle = SETTLE if self._device.type == "cuda" else 0
-            self.stage = "deciding round"
             yield from self._measure(racing, FINAL, 2 * SECOND_US, settle)
-            self.stage = "steady state"
             yield from self._race_in_steady_state([r for r in racing if r.runner is not None])
         running = [run for run in racing if run.runner is not None]
         best = sorted((run for run in running if not run.is_baseline), key=lambda run: run.time)
@@ -418,7 +409,6 @@ class Tuning:
     ) -> Steps[None]:
         """Time candidates at other M of the record's bucket. They are verified to ``extent`` at
         each M at which a kernel is timed."""
-        self.stage = "other M"
         bound = yield from self._launchers.bound(
             [(self._problem.at(m), run.candidate) for m, runs in places.items() for run in runs]
         )
