@@ -833,7 +833,7 @@ def test_an_error_of_an_output_is_relative_to_it_and_to_its_terms(
     def found(change: float) -> tuple[float, str]:
         out = torch.full(shape, float(right))
         out.view(-1)[-1] += change
-        [fault] = checked.errors(expected, tile, (out,))
+        [fault] = checked.faults(expected, tile, (out,), once=True)
         return fault
 
     assert found(0.0) == (0.0, "")
@@ -846,7 +846,7 @@ def test_an_error_of_an_output_is_relative_to_it_and_to_its_terms(
     assert found(math.nan)[1] != ""
     nothing = torch.zeros(4, 9)
     zeros = Expected(None, Sample(nothing, nothing), None, None)
-    [(error, _)] = checked.errors(zeros, nothing, (torch.full(shape, 0.25),))
+    [(error, _)] = checked.faults(zeros, nothing, (torch.full(shape, 0.25),), once=True)
     assert error == 0.25  # the scale of zeros is one
 
 
@@ -922,9 +922,9 @@ def test_faults_of_outputs() -> None:
     found.fill_(18.0)
     checked()
     checked._memory[0].words[0, 0] = 0
-    assert list(checked.errors(expected, tile)) == [(0.0, ""), *beyond]
+    assert list(checked.faults(expected, tile, once=True)) == beyond
     checked()
-    assert list(checked.errors(expected, tile)) == [(0.0, "")]
+    assert list(checked.faults(expected, tile, once=True)) == [(0.0, "")]
 
 
 @pytest.mark.parametrize("port", [ROW_SUM, ROW_MAX, COL_SUM, COL_MAX, ALL_SUM, ALL_MAX, TILE])
@@ -944,7 +944,9 @@ def test_outputs_of_no_rows(port: Port, wrong: float) -> None:
     """A sum of no numbers is zero; an output by row has no element that could be wrong."""
     checked, tile = outputs_of(0, port), torch.zeros(0, 9)
     expected = Expected(None, Sample(tile, tile), None, None)
-    [(error, fault)] = checked.errors(expected, tile, (torch.full(port.shape(tile.shape), wrong),))
+    [(error, fault)] = checked.faults(
+        expected, tile, (torch.full(port.shape(tile.shape), wrong),), once=True
+    )
     seen = wrong and port in (COL_SUM, ALL_SUM)
     assert (error, bool(fault)) == (float(seen), bool(seen))
 
@@ -964,18 +966,18 @@ def test_outputs_are_compared_in_the_samples() -> None:
         for at, seen in ((inside, True), (outside, False)):
             out = right.clone()
             out[at] += 100
-            [(error, fault)] = checked.errors(expected, other, (out,))
+            [(error, fault)] = checked.faults(expected, other, (out,), once=True)
             assert (error > 1) is seen
             assert bool(fault) is seen
         # Elements outside the samples only have to be numbers.
         out[outside] = math.nan
-        [(error, fault)] = checked.errors(expected, other, (out,))
+        [(error, fault)] = checked.faults(expected, other, (out,), once=True)
         assert math.isnan(error)
         assert fault
     checked = outputs_of(200, ALL_SUM)
-    [(error, fault)] = checked.errors(expected, other, (other.sum(),))
+    [(error, fault)] = checked.faults(expected, other, (other.sum(),), once=True)
     assert error < 1e-5
-    [(error, fault)] = checked.errors(expected, other, (tile.sum(),))
+    [(error, fault)] = checked.faults(expected, other, (tile.sum(),), once=True)
     assert error > 0.1
 
 
@@ -995,7 +997,7 @@ def test_the_tolerance_of_an_output_is_twice_the_larger_of_its_own_and_the_resul
     checked._slack = slack
     tile = torch.ones(4, 9)
     expected = Expected(None, Sample(tile, tile), None, None)
-    [(_, fault)] = checked.errors(expected, tile, (torch.zeros(4, dtype=port.dtype),))
+    [(_, fault)] = checked.faults(expected, tile, (torch.zeros(4, dtype=port.dtype),), once=True)
     assert fault == f"output {port} has error 0.75, over {limit}"
 
 

@@ -1076,9 +1076,11 @@ def test_the_priority_and_the_cpus_are_those_of_the_process(
 
 def test_a_generator_is_shared_by_all_threads() -> None:
     state = process_state.State(CPU)
-    assert all(map(state.is_shared, process_state.GENERATORS))
-    assert len(process_state.GENERATORS) == 4
-    assert not any(map(state.is_shared, process_state.OF_A_THREAD))
+    owners = {name: piece.owner for name, piece in process_state.PIECES.items()}
+    generators = [name for name, owner in owners.items() if owner == "generator"]
+    assert generators == [f"{of} random generator" for of in ("torch's", "Python's", "NumPy's")]
+    assert all(map(state.is_shared, generators))
+    assert not any(state.is_shared(name) for name, owner in owners.items() if owner == "thread")
 
 
 def test_numpys_generator_is_watched_where_numpy_is_imported() -> None:

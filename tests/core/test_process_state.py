@@ -282,7 +282,7 @@ def test_what_a_launch_changes_once_is_no_change_of_its_own(
 
 
 def test_the_backends_of_attention_are_put_back_one_by_one() -> None:
-    piece = process_state.SETTINGS["the backends of attention"]
+    piece = process_state.PIECES["the backends of attention"]
     assert piece.write is not None
     before = piece.read()
     try:
@@ -304,11 +304,16 @@ def test_on_a_gpu_its_device_stream_and_generator_are_watched(
 ) -> None:
     values = {"device": 0, "generator": 0}
 
-    def piece(name: str) -> process_state.Piece:
-        return process_state.Piece(lambda: values[name], lambda v: values.__setitem__(name, v))
+    def piece(name: str, of: str) -> process_state.Piece:
+        own = process_state.ON_CUDA[of].owner
+        write = lambda v: values.__setitem__(name, v)  # noqa: E731
+        return process_state.Piece(lambda: values[name], write, own)
 
-    monkeypatch.setattr(process_state, "ON_CUDA", {"device": piece("device")})
-    monkeypatch.setattr(process_state, "CUDA_GENERATOR", {"generator": piece("generator")})
+    pieces = {
+        "device": piece("device", "the current CUDA device"),
+        "generator": piece("generator", "torch's random generator of the GPU"),
+    }
+    monkeypatch.setattr(process_state, "ON_CUDA", pieces)
     for device, found in ((CPU, []), (torch.device("cuda", 0), ["device", "generator"])):
         state = process_state.State(device)
         values.update(device=1, generator=2)

@@ -75,18 +75,26 @@ class Outputs:
         result = self._launcher(*arguments, **extras, outputs=tuple(given))  # type: ignore[call-arg]
         return result, tuple(given)
 
-    def faults(self, expected: Expected | None, result: Tensor) -> Iterator[tuple[float, str]]:
-        """Yield each output's error in the last launch, with the fault or an empty text.
+    def faults(
+        self,
+        expected: Expected | None,
+        result: Tensor,
+        apart: tuple[Tensor, ...] | None = None,
+        once: bool = False,
+    ) -> Iterator[tuple[float, str]]:
+        """Yield each output's error in a launch, with the fault or an empty text.
 
         Args:
-            expected: A set's reference; None if the inputs contain NaN or Inf: then the result
+            expected: The reference of the inputs; None if they contain NaN or Inf: then the result
                 itself determines the outputs.
+            apart: The outputs of :meth:`apart`; by default those of the last other launch.
+            once: Other launches have other inputs. The reference may be released afterwards.
         """
-        given = tuple(t.clone() for t in self._given)
-        first = self._first.setdefault(id(expected), given)
+        given = tuple(t.clone() for t in apart or self._given)
+        first = given if once else self._first.setdefault(id(expected), given)
         again = self._deterministic and first is not given
         for port, out, before, memory in zip(self._ports, given, first, self._memory, strict=True):
-            if not memory.intact():
+            if apart is None and not memory.intact():
                 yield math.nan, f"it wrote beyond its output {port}"
                 return
             if expected is None:
@@ -99,21 +107,6 @@ class Outputs:
                     yield math.nan, f"output {port} has other bits for the same inputs"
             else:
                 yield self._judged(port, out, expected, result)
-
-    def errors(
-        self, expected: Expected, result: Tensor, given: tuple[Tensor, ...] | None = None
-    ) -> Iterator[tuple[float, str]]:
-        """Yield each output's error, with the fault or an empty text.
-
-        Args:
-            expected: The reference of these inputs, which may be released afterwards.
-            given: The launch's outputs; by default the last launch's.
-        """
-        for port, memory, out in zip(self._ports, self._memory, given or self._given, strict=True):
-            yield self._judged(port, out.clone(), expected, result)
-            if given is None and not memory.intact():
-                yield math.nan, f"it wrote beyond its output {port}"
-                return
 
     def _judged(
         self, port: Port, out: Tensor, expected: Expected, result: Tensor

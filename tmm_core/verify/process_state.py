@@ -19,7 +19,7 @@ import time
 import types
 import warnings
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 
@@ -42,15 +42,22 @@ _matmul = cuda.matmul
 _IDLE, _BETWEEN_LOOKS = 0.1, 2e-3
 
 
+#: Who may change a piece of state besides a launch. ``thread``: no other thread. ``main``: the main
+#: thread, whose settings other threads leave alone. ``any``: any thread at any time. ``generator``:
+#: likewise, and the state is a random generator's.
+Owner = Literal["thread", "main", "any", "generator"]
+
+
 class Piece(NamedTuple):
     """A piece of state: how to read it, and how to restore it (None: it cannot be restored)."""
 
     read: Callable[[], Any]
     write: Callable[[Any], Any] | None
+    owner: Owner = "main"
 
 
-def _attribute(owner: Any, name: str) -> Piece:
-    return Piece(lambda: getattr(owner, name, None), lambda value: setattr(owner, name, value))
+def _attribute(of: Any, name: str, owner: Owner = "main") -> Piece:
+    return Piece(lambda: getattr(of, name, None), lambda value: setattr(of, name, value), owner)
 
 
 _SIGNALS = [
@@ -128,7 +135,7 @@ def _stack(name: str) -> Piece:
         for _ in range(size() - count):
             pop(*given)
 
-    return Piece(size, write)
+    return Piece(size, write, "thread")
 
 
 _hooks = private("torch._C._autograd._top_saved_tensors_default_hooks", lambda _: None)
@@ -140,9 +147,9 @@ def _set_hooks(before: Any) -> None:
         _pop_hooks()
 
 
-def _switch(read: str, write: str) -> Piece:
+def _switch(read: str, write: str, owner: Owner = "main") -> Piece:
     value = private(f"torch._C.{read}", lambda: None)
-    return Piece(value, private(f"torch._C.{write}", lambda _: None))
+    return Piece(value, private(f"torch._C.{write}", lambda _: None), owner)
 
 
 def _blocked() -> set[Any]:
@@ -230,99 +237,6 @@ def _set_functions(functions: list[Any]) -> None:
             setattr(owner, name, function)
 
 
-_printing = private("torch._tensor_str.PRINT_OPTS", types.SimpleNamespace())
-
-#: Settings by name, which other threads rarely change. Modes come first: they may change what the
-#: functions below do.
-SETTINGS: dict[str, Piece] = {
-    "torch's default device": Piece(
-        _default_device,
-        lambda device: torch.set_default_device(None if device.type == "cpu" else device),
-    ),
-    "torch's function modes": _stack("function"),
-    "torch's dispatch modes": _stack("dispatch"),
-    "the hooks of saved tensors": Piece(lambda: _hooks(True), _set_hooks),
-    "torch's default dtype": Piece(torch.get_default_dtype, torch.set_default_dtype),
-    "the number of torch's threads": Piece(torch.get_num_threads, torch.set_num_threads),
-    "the grad mode": Piece(torch.is_grad_enabled, torch.set_grad_enabled),
-    "the inference mode": Piece(torch.is_inference_mode_enabled, None),
-    "autocast": Piece(_autocast, _set_autocast),
-    "anomaly detection": Piece(torch.is_anomaly_enabled, torch.set_anomaly_enabled),
-    "torch's deterministic mode": Piece(
-        lambda: (
-            torch.are_deterministic_algorithms_enabled(),
-            torch.is_deterministic_algorithms_warn_only_enabled(),
-        ),
-        lambda value: torch.use_deterministic_algorithms(value[0], warn_only=value[1]),
-    ),
-    "the flushing of denormal numbers": Piece(
-        lambda: _DENORMAL * 0.5 == 0, torch.set_flush_denormal
-    ),
-    "the fp32 precision of products": _attribute(_matmul, "fp32_precision"),
-    "the fp32 precision of cuDNN": _attribute(torch.backends.cudnn, "fp32_precision"),
-    "the reduced precision of fp16 sums": _attribute(
-        _matmul, "allow_fp16_reduced_precision_reduction"
-    ),
-    "the reduced precision of bf16 sums": _attribute(
-        _matmul, "allow_bf16_reduced_precision_reduction"
-    ),
-    "fp16 accumulation": _attribute(_matmul, "allow_fp16_accumulation"),
-    "cuDNN's benchmark mode": _switch("_get_cudnn_benchmark", "_set_cudnn_benchmark"),
-    "cuDNN's deterministic mode": _switch("_get_cudnn_deterministic", "_set_cudnn_deterministic"),
-    "whether torch uses cuDNN": _switch("_get_cudnn_enabled", "_set_cudnn_enabled"),
-    "whether torch uses oneDNN": _switch("_get_mkldnn_enabled", "_set_mkldnn_enabled"),
-    "the fp32 precision of oneDNN": _attribute(
-        getattr(torch.backends.mkldnn, "matmul", None), "fp32_precision"
-    ),
-    "the backends of attention": Piece(
-        lambda: (
-            cuda.flash_sdp_enabled(),
-            cuda.mem_efficient_sdp_enabled(),
-            cuda.math_sdp_enabled(),
-        ),
-        _set_attention,
-    ),
-    "the autocast cache": Piece(torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
-    "autograd's threads": _switch("_is_multithreading_enabled", "_set_multithreading_enabled"),
-    "the filling of new memory": _attribute(torch.utils.deterministic, "fill_uninitialized_memory"),
-    "the rounding mode": Piece(_rounding, None),
-    "the trace function": Piece(sys.gettrace, sys.settrace),
-    "the profile function": Piece(sys.getprofile, sys.setprofile),
-    "the recursion limit": Piece(sys.getrecursionlimit, sys.setrecursionlimit),
-    "the handlers of signals": Piece(_handlers, _set_handlers),
-    "the signals that are blocked": Piece(_blocked, _set_blocked),
-    "the limits of resources": Piece(_limits, _set_limits),
-    "the CPUs of the process": Piece(_cpus, _set_cpus),
-    "the priority of the process": Piece(_priority, None),
-    "how often threads are switched": Piece(sys.getswitchinterval, sys.setswitchinterval),
-    "the thresholds of the garbage collector": Piece(
-        gc.get_threshold, lambda values: gc.set_threshold(*values)
-    ),
-    "the locale": Piece(
-        lambda: locale.setlocale(locale.LC_ALL), lambda name: locale.setlocale(locale.LC_ALL, name)
-    ),
-    "the context of decimal numbers": Piece(_decimal, _set_decimal),
-    "the hook of exceptions": _attribute(sys, "excepthook"),
-    "the hook of threads' exceptions": _attribute(threading, "excepthook"),
-    "functions of torch": Piece(_functions, _set_functions),
-    "how torch prints": Piece(
-        lambda: dict(vars(_printing)), lambda options: vars(_printing).update(options)
-    ),
-    "how often torch warns": Piece(torch.is_warn_always_enabled, torch.set_warn_always),
-    "whether sparse tensors are checked": _switch(
-        "_check_sparse_tensor_invariants", "_set_check_sparse_tensor_invariants"
-    ),
-    "the engine of quantized tensors": _attribute(torch.backends.quantized, "engine"),
-    "how modules convert parameters": Piece(
-        torch.__future__.get_swap_module_params_on_conversion,
-        torch.__future__.set_swap_module_params_on_conversion,
-    ),
-    "NumPy's handling of errors": Piece(
-        lambda: _numpy() and _numpy().geterr(), lambda value: value and _numpy().seterr(**value)
-    ),
-}
-
-
 def _numpy_state() -> Any:
     numpy = _numpy()
     if numpy is None:
@@ -344,7 +258,7 @@ def _generator(module: Any) -> Piece:
     def write(state: bytes) -> None:
         module.set_rng_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
 
-    return Piece(lambda: bytes(module.get_rng_state().numpy()), write)
+    return Piece(lambda: bytes(module.get_rng_state().numpy()), write, "generator")
 
 
 def _set_environment(before: dict[str, str]) -> None:
@@ -370,44 +284,122 @@ def _set_filters(filters: list[Any]) -> None:
     warnings.filters[:] = filters  # type: ignore[index]
 
 
-#: States of random generators and of the process by name, which other threads may change at any
-#: time.
-SHARED: dict[str, Piece] = {
-    "environment variables": Piece(lambda: dict(os.environ), _set_environment),
-    "the working directory": Piece(_directory, _set_directory),
-    "the filters of warnings": Piece(lambda: list(warnings.filters), _set_filters),
-    "the root logger": Piece(_logging, _set_logging),
-    "the folders of modules": Piece(lambda: list(sys.path), _set_path),
-    "the garbage collector": Piece(
-        gc.isenabled, lambda enabled: gc.enable() if enabled else gc.disable()
+_printing = private("torch._tensor_str.PRINT_OPTS", types.SimpleNamespace())
+
+#: Pieces of state by name. Modes come first: they may change what the functions below do.
+PIECES: dict[str, Piece] = {
+    "torch's default device": Piece(
+        _default_device,
+        lambda device: torch.set_default_device(None if device.type == "cpu" else device),
+        "thread",
     ),
-    "Python's standard output": _attribute(sys, "stdout"),
-    "Python's standard error": _attribute(sys, "stderr"),
+    "torch's function modes": _stack("function"),
+    "torch's dispatch modes": _stack("dispatch"),
+    "the hooks of saved tensors": Piece(lambda: _hooks(True), _set_hooks, "thread"),
+    "torch's default dtype": Piece(torch.get_default_dtype, torch.set_default_dtype),
+    "the number of torch's threads": Piece(torch.get_num_threads, torch.set_num_threads),
+    "the grad mode": Piece(torch.is_grad_enabled, torch.set_grad_enabled, "thread"),
+    "the inference mode": Piece(torch.is_inference_mode_enabled, None, "thread"),
+    "autocast": Piece(_autocast, _set_autocast, "thread"),
+    "anomaly detection": Piece(torch.is_anomaly_enabled, torch.set_anomaly_enabled),
+    "torch's deterministic mode": Piece(
+        lambda: (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+        ),
+        lambda value: torch.use_deterministic_algorithms(value[0], warn_only=value[1]),
+    ),
+    "the flushing of denormal numbers": Piece(
+        lambda: _DENORMAL * 0.5 == 0, torch.set_flush_denormal, "thread"
+    ),
+    "the fp32 precision of products": _attribute(_matmul, "fp32_precision"),
+    "the fp32 precision of cuDNN": _attribute(torch.backends.cudnn, "fp32_precision"),
+    "the reduced precision of fp16 sums": _attribute(
+        _matmul, "allow_fp16_reduced_precision_reduction"
+    ),
+    "the reduced precision of bf16 sums": _attribute(
+        _matmul, "allow_bf16_reduced_precision_reduction"
+    ),
+    "fp16 accumulation": _attribute(_matmul, "allow_fp16_accumulation"),
+    "cuDNN's benchmark mode": _switch("_get_cudnn_benchmark", "_set_cudnn_benchmark"),
+    "cuDNN's deterministic mode": _switch("_get_cudnn_deterministic", "_set_cudnn_deterministic"),
+    "whether torch uses cuDNN": _switch("_get_cudnn_enabled", "_set_cudnn_enabled"),
+    "whether torch uses oneDNN": _switch("_get_mkldnn_enabled", "_set_mkldnn_enabled"),
+    "the fp32 precision of oneDNN": _attribute(
+        getattr(torch.backends.mkldnn, "matmul", None), "fp32_precision"
+    ),
+    "the backends of attention": Piece(
+        lambda: (
+            cuda.flash_sdp_enabled(),
+            cuda.mem_efficient_sdp_enabled(),
+            cuda.math_sdp_enabled(),
+        ),
+        _set_attention,
+    ),
+    "the autocast cache": Piece(
+        torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled, "thread"
+    ),
+    "autograd's threads": _switch(
+        "_is_multithreading_enabled", "_set_multithreading_enabled", "thread"
+    ),
+    "the filling of new memory": _attribute(torch.utils.deterministic, "fill_uninitialized_memory"),
+    "the rounding mode": Piece(_rounding, None, "thread"),
+    "the trace function": Piece(sys.gettrace, sys.settrace, "thread"),
+    "the profile function": Piece(sys.getprofile, sys.setprofile, "thread"),
+    "the recursion limit": Piece(sys.getrecursionlimit, sys.setrecursionlimit),
+    "the handlers of signals": Piece(_handlers, _set_handlers),
+    "the signals that are blocked": Piece(_blocked, _set_blocked, "thread"),
+    "the limits of resources": Piece(_limits, _set_limits),
+    "the CPUs of the process": Piece(_cpus, _set_cpus),
+    "the priority of the process": Piece(_priority, None),
+    "how often threads are switched": Piece(sys.getswitchinterval, sys.setswitchinterval),
+    "the thresholds of the garbage collector": Piece(
+        gc.get_threshold, lambda values: gc.set_threshold(*values)
+    ),
+    "the locale": Piece(
+        lambda: locale.setlocale(locale.LC_ALL), lambda name: locale.setlocale(locale.LC_ALL, name)
+    ),
+    "the context of decimal numbers": Piece(_decimal, _set_decimal, "thread"),
+    "the hook of exceptions": _attribute(sys, "excepthook"),
+    "the hook of threads' exceptions": _attribute(threading, "excepthook"),
+    "functions of torch": Piece(_functions, _set_functions),
+    "how torch prints": Piece(
+        lambda: dict(vars(_printing)), lambda options: vars(_printing).update(options)
+    ),
+    "how often torch warns": Piece(torch.is_warn_always_enabled, torch.set_warn_always),
+    "whether sparse tensors are checked": _switch(
+        "_check_sparse_tensor_invariants", "_set_check_sparse_tensor_invariants"
+    ),
+    "the engine of quantized tensors": _attribute(torch.backends.quantized, "engine"),
+    "how modules convert parameters": Piece(
+        torch.__future__.get_swap_module_params_on_conversion,
+        torch.__future__.set_swap_module_params_on_conversion,
+    ),
+    "NumPy's handling of errors": Piece(
+        lambda: _numpy() and _numpy().geterr(),
+        lambda value: value and _numpy().seterr(**value),
+        "thread",
+    ),
+    "environment variables": Piece(lambda: dict(os.environ), _set_environment, "any"),
+    "the working directory": Piece(_directory, _set_directory, "any"),
+    "the filters of warnings": Piece(lambda: list(warnings.filters), _set_filters, "any"),
+    "the root logger": Piece(_logging, _set_logging, "any"),
+    "the folders of modules": Piece(lambda: list(sys.path), _set_path, "any"),
+    "the garbage collector": Piece(
+        gc.isenabled, lambda enabled: gc.enable() if enabled else gc.disable(), "any"
+    ),
+    "Python's standard output": _attribute(sys, "stdout", "any"),
+    "Python's standard error": _attribute(sys, "stderr", "any"),
     "torch's random generator": _generator(torch),
-    "Python's random generator": Piece(random.getstate, random.setstate),
-    "NumPy's random generator": Piece(_numpy_state, _set_numpy_state),
+    "Python's random generator": Piece(random.getstate, random.setstate, "generator"),
+    "NumPy's random generator": Piece(_numpy_state, _set_numpy_state, "generator"),
 }
-CUDA_GENERATOR = {"torch's random generator of the GPU": _generator(torch.cuda)}
 #: Further pieces where the launch is on a GPU.
 ON_CUDA: dict[str, Piece] = {
-    "the current CUDA device": Piece(torch.cuda.current_device, torch.cuda.set_device),
-    "the current CUDA stream": Piece(torch.cuda.current_stream, torch.cuda.set_stream),
+    "the current CUDA device": Piece(torch.cuda.current_device, torch.cuda.set_device, "thread"),
+    "the current CUDA stream": Piece(torch.cuda.current_stream, torch.cuda.set_stream, "thread"),
+    "torch's random generator of the GPU": _generator(torch.cuda),
 }
-
-
-#: The names of state that each thread has for itself; no other thread can change it.
-OF_A_THREAD = ON_CUDA.keys() | {
-    "torch's default device", "torch's function modes", "torch's dispatch modes",
-    "the hooks of saved tensors", "the grad mode", "the inference mode", "autocast",
-    "the autocast cache", "autograd's threads", "the flushing of denormal numbers",
-    "the rounding mode", "the trace function", "the profile function",
-    "the signals that are blocked", "the context of decimal numbers",
-    "NumPy's handling of errors",
-}  # fmt: skip
-#: The names of random generators.
-GENERATORS = {name for name in SHARED | CUDA_GENERATOR if "random generator" in name}
-#: The names of stacks of modes.
-MODES = {name for name in SETTINGS if name.endswith(("modes", "default device"))}
 
 
 class State:
@@ -416,18 +408,17 @@ class State:
     def __init__(self, device: torch.device) -> None:
         #: Whether the main thread, which changes settings, is another thread than this one.
         self._beside_main = threading.current_thread() is not threading.main_thread()
-        on_cuda = ON_CUDA | CUDA_GENERATOR if device.type == "cuda" else {}
-        self._pieces = SETTINGS | SHARED | on_cuda
+        self._pieces = PIECES | ON_CUDA if device.type == "cuda" else PIECES
         self._values = {name: piece.read() for name, piece in self._pieces.items()}
 
     def changed(self) -> list[str]:
-        """Return the names of the pieces that differ now. Modes are restored at once: they may
-        change every function of torch, or raise in it."""
+        """Return the names of the pieces that differ now. Those of this thread are restored at
+        once: modes may change every function of torch, or raise in it."""
         names = []
         for name, piece in self._pieces.items():
             if piece.read() != self._values[name]:
                 names.append(name)
-                if name in MODES:
+                if piece.owner == "thread":
                     self.restore([name])
         return names
 
@@ -435,14 +426,14 @@ class State:
         """Restore these pieces, but no random generator while the main thread runs beside this one:
         that thread could draw the same numbers again."""
         for name in names:
-            write = self._pieces[name].write
-            if write is not None and not (self._beside_main and name in GENERATORS):
+            _, write, owner = self._pieces[name]
+            if write is not None and not (self._beside_main and owner == "generator"):
                 write(self._values[name])
 
     def is_shared(self, name: str) -> bool:
         """Whether another thread may have changed this piece."""
-        shared = name in SHARED or name in CUDA_GENERATOR
-        return shared or (self._beside_main and name not in OF_A_THREAD)
+        owner = self._pieces[name].owner
+        return owner in ("any", "generator") or (owner == "main" and self._beside_main)
 
 
 def watched(call: Callable[[], T], device: torch.device) -> tuple[T, list[str]]:

@@ -142,7 +142,9 @@ class WaysOfUse(CheckedLauncher):
         )  # fmt: skip
         error, when = each.error(inputs, result), f", with {each.plan.name}"
         if self._outputs is not None and each.plan.judges_outputs:
-            self._check_outputs(self._outputs.errors(each.expected(inputs), result), when)
+            self._check_outputs(
+                self._outputs.faults(each.expected(inputs), result, once=True), when
+            )
         del result
         self._accept(
             error, when if into is None else f"{when}, of the out it was given", each.slack
@@ -175,7 +177,8 @@ class WaysOfUse(CheckedLauncher):
                 form._check_form(result)
                 form._compare(of, result, when)
                 if self._outputs is not None:
-                    self._check_outputs(self._outputs.errors(of.expected, result, given), when)
+                    faults = self._outputs.faults(of.expected, result, given, once=True)
+                    self._check_outputs(faults, when)
 
     def _most_together(self) -> int:
         """The number of launches of each thread that the GPU completes within
