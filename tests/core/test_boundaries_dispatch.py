@@ -316,7 +316,8 @@ def test_a_near_winner_may_be_expected_to_take_a_fifth_longer(
     mine = settings(on_cache_miss="heuristic")
     assert d.choose(problem(), mine).origin == "heuristic"
     other = [result("fast", 1.0, config={"tile": 3}), result("gone", 2.0)]
-    d.adopt(DEVICE, recorded(problem(m=128), *other, result("fast", 3.0, config={"tile": 2})))
+    known = problem(m=128)
+    d.adopt(known, recorded(known, *other, result("fast", 3.0, config={"tile": 2})))
     choice = d.choose(problem(), mine)
     assert choice.origin == origin
     assert choice.candidate.config.to_json() == {"tile": 2 if origin == "neighbour" else 1}
@@ -706,7 +707,7 @@ def test_a_winner_that_its_tuning_did_not_verify_is_verified_when_it_is_used(
         return record
 
     monkeypatch.setattr(d.tuner, "steps", tuned)
-    monkeypatch.setattr(d.first_use, "stamp_winner", lambda device, record: stamped.append(record))
+    monkeypatch.setattr(d, "stamp_winner", lambda key, record: stamped.append(record))
     record = d.tune(problem(), settings())
     assert stamped == ([record] if verified else [])
 
@@ -878,7 +879,7 @@ def test_what_changes_the_choices_forgets_all_of_them(what: str, tmp_path: Path)
         with pytest.warns(TmmWarning, match="boom"):
             d.quarantine(instance, found[0], RuntimeError("boom"))
     elif what == "adopt":
-        d.adopt(DEVICE, recorded(problem(m=8), result("fast", 5.0)))
+        d.adopt(problem(m=8), recorded(problem(m=8), result("fast", 5.0)))
     elif what == "tune":
         d.tune(instance, mine)
     else:
@@ -982,7 +983,7 @@ def test_a_forced_kernel_that_is_not_verified_says_so(
     about = "config given" if config else "default config"
     assert d.choose(problem(), mine).reason == about + note
     if config is None:
-        d.adopt(DEVICE, recorded(problem(), result("fast", 5.0, config={"tile": 2})))
+        d.adopt(problem(), recorded(problem(), result("fast", 5.0, config={"tile": 2})))
         assert d.choose(problem(), mine).reason == "its best config on record" + note
 
 
@@ -991,11 +992,11 @@ def test_an_adopted_record_that_is_stored_is_not_written_again(
 ) -> None:
     d, _ = dispatcher(FakeBlas(), FakeKernel("fast"), root=tmp_path)
     record = recorded(problem(), result("fast", 5.0))
-    d.adopt(DEVICE, record)
+    d.adopt(problem(), record)
     assert d.record_of(problem()) == record
     assert [each.record for each in CacheStore(tmp_path).summaries()] == [record]
     monkeypatch.setattr(d.store, "save", lambda *_, **__: pytest.fail("written again"))
-    d.adopt(DEVICE, record)
+    d.adopt(problem(), record)
 
 
 def test_an_adopted_record_answers_although_the_disk_refuses_it(
@@ -1004,7 +1005,7 @@ def test_an_adopted_record_answers_although_the_disk_refuses_it(
     d, _ = dispatcher(FakeBlas(), FakeKernel("fast"), root=tmp_path)
     record = recorded(problem(), result("fast", 5.0))
     monkeypatch.setattr(d.store, "save", lambda *_, **__: None)
-    d.adopt(DEVICE, record)
+    d.adopt(problem(), record)
     assert d.record_of(problem()) == record
     assert list(CacheStore(tmp_path).summaries()) == []
 
@@ -1296,7 +1297,7 @@ def test_which_calls_race_the_best_of_a_record(
     [
         ("nothing", "cache", "first use"), ("another size", "cache", "brief"),
         ("another size", "forced", "brief"), ("the bucket's winner", "cache", "brief"),
-        ("the bucket's winner", "tuned", "brief"), ("the bucket's winner", "forced", "first use"),
+        ("the bucket's winner", "tuned", "brief"), ("the bucket's winner", "forced", "brief"),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("end", ["right", "wrong", "no memory"])
@@ -1312,7 +1313,7 @@ def test_how_much_of_a_candidate_is_verified_at_its_first_use(
     if stamped == "another size":
         d.first_use.stamp(problem(m=1999), candidate)
     elif stamped == "the bucket's winner":
-        d.first_use.stamp_winner(DEVICE, recorded(edge, result("fast", 1.0, config={"tile": 1})))
+        d.stamp_winner(edge, recorded(edge, result("fast", 1.0, config={"tile": 1})))
     asked_for: list[Any] = []
 
     class Verifier:
@@ -1339,28 +1340,19 @@ def test_how_much_of_a_candidate_is_verified_at_its_first_use(
     assert d.first_use.is_verified(asked, candidate) is (end == "right")
 
 
-@pytest.mark.parametrize(
-    ("won_at", "evidence", "found"),
-    [
-        (2048, None, 2048), (2000, None, 2000), (2048, 2048, 2048), (2000, 2048, None),
-        (2048, 2000, None), (4096, 4096, 4096), (4096, None, None),
-    ],
-)  # fmt: skip
-def test_a_choice_won_at_the_size_of_its_evidence(
-    won_at: int, evidence: int | None, found: int | None, tmp_path: Path
+@pytest.mark.parametrize(("won_at", "known"), [(2048, True), (2000, True), (4096, False)])
+def test_a_winner_is_known_in_its_bucket_and_verified_at_its_own_size(
+    won_at: int, known: bool, tmp_path: Path
 ) -> None:
-    """Without evidence, the size is the call's own or its bucket's."""
     d, _ = dispatcher(FakeBlas(), FakeKernel("fast"), root=tmp_path)
     asked, candidate = problem(m=2000), Candidate(FakeKernel("fast"), FakeConfig())
-    won = result("fast", 1.0, config={"tile": 1})
-    d.first_use.stamp_winner(DEVICE, recorded(problem(m=won_at), won))
-    of = None if evidence is None else problem(m=evidence)
+    won = recorded(problem(m=won_at), result("fast", 1.0, config={"tile": 1}))
+    d.stamp_winner(problem(m=won_at), won)
+    assert d.first_use.is_verified(asked, candidate, sized=False) is known
     for origin in ("cache", "tuned"):
-        choice = Choice(candidate, origin, evidence=of)
-        assert d.first_use._tuned_at(asked, choice) == found
-        assert d.first_use.may_launch(asked, choice) is (found == 2000)
-    for origin in ("forced", "neighbour", "heuristic"):
-        assert d.first_use._tuned_at(asked, Choice(candidate, origin, evidence=of)) is None
+        assert d.first_use.may_launch(asked, Choice(candidate, origin)) is (won_at == 2000)
+    deterministic = replace(asked, deterministic=True)  # no tuning is for that mode
+    assert not d.first_use.is_verified(deterministic, candidate, sized=False)
 
 
 def test_a_record_answers_if_it_cannot_be_completed(tmp_path: Path) -> None:
@@ -1512,7 +1504,7 @@ def test_each_kernel_is_explained_once(m: int, inside: bool, tmp_path: Path) -> 
     kernels.append(FakeKernel("no", against=lambda p: ["m is even"]))
     d, _ = dispatcher(FakeBlas(), *kernels, root=tmp_path)
     lost = revised(result("blas", 9.0), samples_us=())
-    d.adopt(DEVICE, recorded(problem(m=64), result("fast", 5.0), lost))
+    d.adopt(problem(m=64), recorded(problem(m=64), result("fast", 5.0), lost))
     d.untried.note(problem(m=64), set(), {("left", "1"): Left("passing", "no\n memory")})
     found = explain_problem(d, problem(m=m), settings(on_cache_miss="heuristic"))
     again = "tried again by later processes, and by `tmm tune`"

@@ -429,7 +429,7 @@ def test_every_rank_adopts_each_record(
     monkeypatch.setattr(ranks, "_compare", lambda *given: compared.append(given))
     dispatch_to(monkeypatch, SimpleNamespace(adopt=lambda *given: adopted.append(given)))
     assert ranks.tune([SECOND, FIRST], **given) == [RECORD]
-    assert adopted == [(FIRST.device, RECORD)]
+    assert adopted == [(FIRST, RECORD)]
     assert compared == [(mine, [SECOND, FIRST], {1})]
     assert timeouts == [timeout]
     assert budgets == [given.get("budget", settings.Settings().tune_budget)]

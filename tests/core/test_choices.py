@@ -166,7 +166,7 @@ def test_an_adopted_record_goes_before_what_was_chosen(m: int) -> None:
     d, timer = dispatcher(FakeBlas(), FakeKernel("fast"), times={"fast": 5.0, "blas": 20.0})
     one = settings()
     assert name(d.choose(problem(m=m), one)) == "fast"
-    d.adopt(DEVICE, record(problem(), 0, result("blas", 10.0), result("fast", 12.0)))
+    d.adopt(problem(), record(problem(), 0, result("blas", 10.0), result("fast", 12.0)))
     timer.measured.clear()
     assert name(d.choose(problem(m=m), one)) == "blas"
     assert timer.measured == []
@@ -175,7 +175,7 @@ def test_an_adopted_record_goes_before_what_was_chosen(m: int) -> None:
 def test_an_adopted_record_answers_under_capture() -> None:
     """The rank that measured the record verified the winner, so it answers on all ranks."""
     d, _ = dispatcher(FakeBlas(), FakeKernel("fast"))
-    d.adopt(DEVICE, record(problem(), 1, result("blas", 20.0), result("fast", 12.0)))
+    d.adopt(problem(), record(problem(), 1, result("blas", 20.0), result("fast", 12.0)))
     choice, _ = d.bound(problem(capturing=True), settings())
     assert name(choice) == "fast"
 
@@ -184,7 +184,7 @@ def test_an_adopted_record_is_a_neighbour_at_once() -> None:
     d, _ = dispatcher(FakeBlas(), FakeKernel("fast"))
     guess = settings(on_cache_miss="heuristic")
     assert d.choose(problem(), guess).origin == "fallback"
-    d.adopt(DEVICE, record(problem(n=64), 1, result("blas", 20.0), result("fast", 12.0)))
+    d.adopt(problem(n=64), record(problem(n=64), 1, result("blas", 20.0), result("fast", 12.0)))
     near = d.choose(problem(), guess)
     assert (near.origin, name(near)) == ("neighbour", "fast")
 

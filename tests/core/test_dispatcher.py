@@ -250,7 +250,7 @@ def test_blas_answers_inside_a_bucket_without_measurements() -> None:
     d, _ = dispatcher(FakeBlas(), FakeKernel("tiled"), times=EDGE)
     record = d.tune(tall(5120), settings())
     bare = revised(record, candidates=tuple(revised(c, inside_us={}) for c in record.candidates))
-    d.adopt(DEVICE, bare)
+    d.adopt(tall(5120), bare)
     assert d.choose(tall(5120), settings()).candidate.kernel.name == "tiled"
     assert d.choose(tall(5119), settings()).candidate.kernel.name == "blas"
 

@@ -24,7 +24,7 @@ from fakes import (
     problem,
     settings,
 )
-from tmm_cache import CacheStore, CandidateResult, TuningRecord
+from tmm_cache import CacheStore
 
 from tmm_core import Groups, PluginError, TmmWarning, Traits
 from tmm_core.dispatch import first_use
@@ -338,11 +338,7 @@ def test_a_batch_invariant_record_of_groups_is_ones_own(tmp_path: Path) -> None:
     """Groups without one reduction order for all sizes use the bucket's plain record."""
     instance = problem(m=128, groups=Groups(2, "m"))
     store, candidate = CacheStore(tmp_path, []), Candidate(FakeKernel("fast"), FakeConfig(tile=1))
-    record = TuningRecord(
-        problem=instance.to_json(), winner=0, created="2026-01-01T00:00:00+00:00",
-        candidates=(CandidateResult("fast", "1", {"tile": 1}, "ok", (1.0,)),), tuning_seconds=1.0,
-    )  # fmt: skip
-    first_use.FirstUse(store).stamp_winner(DEVICE, record)
+    first_use.FirstUse(store).stamp(instance, candidate)
     invariant = replace(instance, batch_invariant=True)
     choice = Choice(candidate, "cache", evidence=instance)
     assert first_use.FirstUse(store).may_launch(invariant, choice)

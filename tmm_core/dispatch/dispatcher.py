@@ -38,7 +38,6 @@ from tmm_core.registry.registry import Registry
 from tmm_core.settings import Settings, nested
 from tmm_core.spec import toolchain
 from tmm_core.spec.bucket import bucketed
-from tmm_core.spec.device import DeviceFingerprint
 from tmm_core.spec.kernel import Candidate, Config, Kernel
 from tmm_core.spec.launcher import BASELINE, Launcher
 from tmm_core.spec.problem import Problem
@@ -418,18 +417,20 @@ class Dispatcher(Deferring):
             self._forget()
             return record
 
-    def adopt(self, device: DeviceFingerprint, record: TuningRecord) -> None:
-        """Use ``record`` for choices until this process ends, whatever its origin.
+    def adopt(self, problem: Problem, record: TuningRecord) -> None:
+        """Use the ``record`` of ``problem`` for choices until this process ends, whatever its
+        origin.
 
         The record is also stored, unless it is stored already or the disk refuses it.
         """
+        device, mode = problem.device, "batch_invariant" in record.problem
         gpu, environment = device.gpu, device.environment
         with self._lock:
             with self.store.lock(gpu, environment, record.problem, ADOPT_PATIENCE):
                 if self.store.load(gpu, environment, record.problem) != record:
                     self.store.save(gpu, environment, record)
             self.store.hold(gpu, environment, record)
-            self.first_use.stamp_winner(device, record)
+            self.stamp_winner(replace(problem.bare(), batch_invariant=mode), record)
             self._forget()
             self._neighbours.add(device, record)
 

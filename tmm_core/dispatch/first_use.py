@@ -1,7 +1,7 @@
 """Decides which choices were verified on this machine, and verifies all others at their first use.
 
-A tuning verifies its winner at the edge of a bucket. In all other cases a kernel is compared with
-samples of a reference before its first result is used:
+A tuning verifies its winner at the size of the record. In all other cases a kernel is compared
+with samples of a reference before its first result is used:
 
 - it is forced or untuned;
 - another kernel won its tuning;
@@ -21,11 +21,11 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import torch
-from tmm_cache import JSON, CacheStore, TuningRecord, digest
+from tmm_cache import JSON, CacheStore, digest
 
 from tmm_core.launch.plan import Choice
 from tmm_core.spec.bucket import bucketed
-from tmm_core.spec.device import DeviceFingerprint, current_device
+from tmm_core.spec.device import current_device
 from tmm_core.spec.kernel import Candidate
 from tmm_core.spec.launcher import BASELINE, Launcher
 from tmm_core.spec.problem import Problem
@@ -82,37 +82,13 @@ class FirstUse:
             return True
         if choice.origin == "forced" and not verifies_forced:
             return True
-        if self._tuned_at(problem, choice) == problem.extent:
-            return True  # the tuning verified it in every way
-        return self.is_verified(problem, candidate)
+        return self.is_verified(_of_record(problem, choice), candidate)
 
-    def _tuned_at(self, problem: Problem, choice: Choice) -> int | None:
-        """Return the size at which a tuning by this user verified the choice, because it won; None
-        if none did."""
-        if choice.origin not in ("tuned", "cache") or problem.deterministic:
-            return None  # no tuning is for deterministic mode
-        # A choice kept for its bucket may have been made for the bucket's edge.
-        places = [choice.evidence] if choice.evidence else [problem, bucketed(problem)]
-        for each in places:
-            # Batch-invariant mode has its own records, and plain ones if no kernel is invariant.
-            evidence = replace(each.bare(), batch_invariant=choice.arithmetic is not None)
-            device = evidence.device
-            key = _winner_key(evidence.to_json(), _identity(choice.candidate))
-            if self._store.is_verified(device.gpu, device.environment, key):
-                return evidence.extent
-        return None
-
-    def stamp_winner(self, device: DeviceFingerprint, record: TuningRecord) -> None:
-        """Record that the winner was verified in every way of use, at the record's size."""
-        best = record.best
-        key = _winner_key(
-            record.problem, {"kernel": best.kernel, "version": best.version, "config": best.config}
-        )
-        self._store.mark_verified(device.gpu, device.environment, key)
-
-    def is_verified(self, problem: Problem, candidate: Candidate) -> bool:
-        """Whether this candidate was verified for a size of this problem's class."""
-        return self._stamped(problem, candidate, sized=True)
+    def is_verified(self, problem: Problem, candidate: Candidate, sized: bool = True) -> bool:
+        """Whether this candidate was verified for a size of this problem's class; if not ``sized``,
+        for any size of its bucket."""
+        key, device = _key(problem, candidate, sized), problem.device
+        return self._store.is_verified(device.gpu, device.environment, key)
 
     def stamp(self, problem: Problem, candidate: Candidate) -> None:
         """Record that this candidate was verified for a size of this problem's class."""
@@ -120,10 +96,6 @@ class FirstUse:
         for sized in (False, True):
             key = _key(problem, candidate, sized)
             self._store.mark_verified(device.gpu, device.environment, key)
-
-    def _stamped(self, problem: Problem, candidate: Candidate, sized: bool) -> bool:
-        key, device = _key(problem, candidate, sized), problem.device
-        return self._store.is_verified(device.gpu, device.environment, key)
 
     def verify(
         self,
@@ -143,9 +115,8 @@ class FirstUse:
         """
         from tmm_core.verify.verifier import Extent, Verdict, Verifier  # only needed here
 
-        candidate = choice.candidate
-        known = self._tuned_at(problem, choice) is not None
-        known = known or self._stamped(problem, candidate, sized=False)
+        candidate, key = choice.candidate, _of_record(problem, choice)
+        known = self.is_verified(key, candidate, sized=False)
         extent: Extent = "brief" if known else "first use"
         try:
             device = current_device(problem.device)
@@ -155,28 +126,25 @@ class FirstUse:
             why = f"cannot be verified: {str(error).splitlines()[0]}"
             return Verdict(None, why, unknown=True, cause="passing")
         if verdict.ok:
-            self.stamp(problem, candidate)
+            self.stamp(key, candidate)
         return verdict
 
 
-def _identity(candidate: Candidate) -> dict[str, JSON]:
-    kernel = candidate.kernel
-    config = candidate.config.to_json()
-    return {"kernel": kernel.name, "version": kernel.version, "config": config}
-
-
-def _winner_key(problem: Mapping[str, JSON], identity: Mapping[str, JSON]) -> str:
-    """Return the key of a stamp for the winner of a problem's record."""
-    return digest({**identity, "won": problem})
+def _of_record(problem: Problem, choice: Choice) -> Problem:
+    """Return the problem in the mode of the record behind a choice. Batch-invariant mode has its
+    own records, and plain ones if no kernel is invariant."""
+    return replace(problem, batch_invariant=choice.arithmetic is not None)
 
 
 def _key(problem: Problem, candidate: Candidate, sized: bool) -> str:
     """Return the key of a stamp. It covers the kernel's version, its config, the bucket's problem
     and, if ``sized``, the class of the size."""
-    document = _identity(candidate)
-    document |= {"problem": bucketed(problem.bare()).to_json(), "tmm": __version__}
+    kernel, config = candidate.kernel, candidate.config.to_json()
+    document: dict[str, JSON] = {"kernel": kernel.name, "version": kernel.version, "config": config}
+    own = replace(problem.bare(), batch_invariant=problem.batch_invariant)
+    document |= {"problem": bucketed(own).to_json(), "tmm": __version__}
     if problem.deterministic:  # a bind may depend on it, and torch's operators do
         document["deterministic"] = True
     if sized:
-        document["size"] = size_class(problem.extent, candidate.config.to_json())
+        document["size"] = size_class(problem.extent, config)
     return digest(document)

@@ -179,10 +179,16 @@ class Measuring(Lookup):
         if record is not kept:
             self._store(key, record)
             if findings.verified:
-                self.first_use.stamp_winner(key.device, record)
+                self.stamp_winner(key, record)
             self.untried.note(key, findings.tried, findings.left)
         findings.report(key)
         return record
+
+    def stamp_winner(self, key: Problem, record: TuningRecord) -> None:
+        """Record that the winner of the record of ``key`` was verified in every way of use."""
+        winner = self.candidate(record.best, list(self.registry.kernels()), key)
+        if winner is not None:
+            self.first_use.stamp(key, winner)
 
     def _store(self, key: Problem, record: TuningRecord) -> None:
         device = key.device

@@ -87,7 +87,7 @@ def tune(
         records: dict[int, TuningRecord] = {}
         for index, key in sorted(found.items()):
             record = TuningRecord.from_json(board.get(key)["record"])
-            dispatch.default_dispatcher().adopt(problems[index].device, record)
+            dispatch.default_dispatcher().adopt(problems[index], record)
             records[index] = record
         warm.forget_plans()
         _compare(board, problems, lost)
