@@ -161,7 +161,7 @@ def test_a_result_holds_the_measurements() -> None:
         batch_invariant=True, reason="said", tolerance=found.result(problem()).tolerance,
     )  # fmt: skip
     assert found.result(problem()).tolerance is not None
-    found.error, found.steady_us, found.status = math.nan, None, "untried"
+    found.error, found.steady_us, found.status = math.nan, None, "failed"
     odd = found.result(problem())
     assert (odd.error, odd.steady_us, odd.status) == (None, None, "failed")
     assert odd.tolerance is not None
@@ -173,9 +173,9 @@ def test_a_result_holds_the_measurements() -> None:
     ("status", "cause", "raised", "faulty"),
     [
         ("wrong", None, None, True), ("failed", None, None, False),
-        ("failed", None, ValueError("x"), True), ("untried", "hung", ValueError("x"), True),
-        ("untried", "alike", ValueError("x"), True), ("untried", "passing", ValueError("x"), False),
-        ("untried", "toolchain", ValueError("x"), False), ("untried", "hung", None, False),
+        ("failed", None, ValueError("x"), True), ("failed", "hung", ValueError("x"), True),
+        ("failed", "alike", ValueError("x"), True), ("failed", "passing", ValueError("x"), False),
+        ("failed", "toolchain", ValueError("x"), False), ("failed", "hung", None, False),
         ("slow", None, None, False), ("slow", None, ValueError("x"), False),
     ],
 )  # fmt: skip
@@ -464,14 +464,6 @@ def test_blas_alone_is_timed_at_more_places_of_a_bucket(
     every = dict.fromkeys(inside(instance), " ".join(f"{name}1" for name in kernels.split()))
     others = dict.fromkeys(between(instance.extent), "blas1") if more else {}
     assert places == every | others
-
-
-@pytest.mark.parametrize("late", [False, True])
-def test_reserves_are_fewer_after_the_budget(late: bool) -> None:
-    one = tuning(Timer())
-    one._is_late = lambda: late  # type: ignore[method-assign]
-    assert one._most_reserves() == (stages.LATE_RESERVES if late else stages.MOST_RESERVES)
-    assert stages.LATE_RESERVES < stages.MOST_RESERVES
 
 
 # -- the tuner ---------------------------------------------------------------------------------

@@ -19,8 +19,8 @@ ENVIRON = [
     Mutant(
         "environment-is-verdict",
         "tuning/candidate_run.py",
-        '(status, None) if cause is None else ("untried", cause)',
-        "(status, None)",
+        'None if status == "wrong" else cause or cause_of_text(self.reason)',
+        "None",
         "a missing compiler is recorded as the kernel's fault",
         (ENVIRONMENT,),
     ),
@@ -179,7 +179,7 @@ ENVIRON = [
     Mutant(
         "baseline-untried",
         "tuning/stages.py",
-        'if run.is_baseline and run.status == "untried":',
+        "if run.is_baseline and run.cause is not None:",
         "if False:",
         "kernels win for good because BLAS had no memory once",
         (ENVIRONMENT,),

@@ -39,8 +39,7 @@ class CandidateRun:
     """The state of one candidate during a tuning."""
 
     candidate: Candidate
-    #: "untried" is stored as "failed": records have no such status.
-    status: Literal["ok", "slow", "wrong", "failed", "untried"] = "slow"
+    status: Literal["ok", "slow", "wrong", "failed"] = "slow"
     launcher: Launcher | None = None
     runner: Runner | None = None
     samples: list[float] = field(default_factory=list)
@@ -73,7 +72,7 @@ class CandidateRun:
         if self.is_baseline:
             return False
         raised = self.raised is not None and not refuses(self.raised)
-        own = self.status == "failed" or self.cause in ("hung", "alike")
+        own = self.status == "failed" and self.cause in (None, "hung", "alike")
         return self.status == "wrong" or (raised and own)
 
     def fail(
@@ -89,8 +88,8 @@ class CandidateRun:
             error = explains or error_text(error)
         self.reason = error.strip()[:500]
         # Readers of a record judge by this text too.
-        cause = None if status == "wrong" else cause or cause_of_text(self.reason)
-        self.status, self.cause = (status, None) if cause is None else ("untried", cause)
+        self.cause = None if status == "wrong" else cause or cause_of_text(self.reason)
+        self.status = status
 
     def fail_if_set_aside(self) -> None:
         """Remove the candidate if its kernel was set aside for an invalid result. BLAS is always
@@ -106,7 +105,7 @@ class CandidateRun:
             kernel=kernel.name,
             version=kernel.version,
             config=config.to_json(),
-            status="failed" if self.status == "untried" else self.status,
+            status=self.status,
             samples_us=tuple(round(s, 3) for s in self.samples),
             inside_us={m: round(us, 3) for m, us in self.inside_us.items()},
             steady_us=None if self.steady_us is None else round(self.steady_us, 3),

@@ -69,9 +69,8 @@ INSIDE = 5
 #: whatever the time, so that every kernel of an ordinary machine is tried. Others are tried only
 #: within the budget.
 TOGETHER = 24
-#: Maximum number of kernels that race and are recorded as reserves, and that number after the end
-#: of the budget. tmm itself has ten.
-MOST_RESERVES, LATE_RESERVES = 16, 4
+#: Maximum number of kernels that race and are recorded as reserves. tmm itself has ten.
+MOST_RESERVES = 16
 
 #: Launches of the final verification of the winner, and µs that they may take: 60 miss a fault that
 #: occurs once in twenty launches with a probability of 4.6 %.
@@ -131,7 +130,7 @@ class Tuning:
         racing = [run for run in self.runs if run.runner is not None]
         for _ in range(RACES):
             finalists = yield from self._race(racing)
-            spare = reserves(self._problem, racing)[: self._most_reserves()]
+            spare = reserves(self._problem, racing)[:MOST_RESERVES]
             for run in [*finalists, *spare]:
                 run.status = "ok"
             yield from self._measure_inside(finalists)
@@ -146,9 +145,6 @@ class Tuning:
     def _is_late(self) -> bool:
         return self._launchers.deadline.passed
 
-    def _most_reserves(self) -> int:
-        return LATE_RESERVES if self._is_late() else MOST_RESERVES
-
     def _require_baseline(self) -> None:
         """Refuse a record without BLAS: a kernel would win because BLAS had too little memory.
 
@@ -156,7 +152,7 @@ class Tuning:
             RuntimeError: BLAS failed, and the environment may be to blame, or nothing else runs.
         """
         for run in self.runs:
-            if run.is_baseline and run.status == "untried":
+            if run.is_baseline and run.cause is not None:
                 raise RuntimeError(f"{BASELINE} does not run: {run.reason}") from run.raised
         if all(run.runner is None for run in self.runs):
             why = next((run.reason for run in self.runs if run.is_baseline), None)
@@ -340,8 +336,7 @@ class Tuning:
         if self._problem.batch_invariant:
             spare = of_each_arithmetic(self._problem, racing, SCREENING_KEEPS)
         else:
-            spare = for_the_bucket(self._problem, reserves(self._problem, racing))
-            spare = spare[: self._most_reserves()]
+            spare = for_the_bucket(self._problem, reserves(self._problem, racing))[:MOST_RESERVES]
         racing = survivors(self._problem, racing, SCREENING_KEEPS, 2 * FINALISTS)
         if len(racing) > FINALISTS + 1 and not self._is_late():
             yield from self._measure(racing, SECOND, SECOND_US)
@@ -437,7 +432,7 @@ class Tuning:
                     run.fail(where, "wrong")
                 elif guest.raised is not None:
                     self._leave_inside(run, guest.raised, m)
-                    if guest.status == "failed":
+                    if guest.cause is None:
                         self._findings.blame(run.candidate.kernel, where, guest.raised)
             verifier.release()
             yield from self._measure([guest for _, guest in there], INSIDE, SECOND_US)
@@ -461,9 +456,9 @@ class Tuning:
         if alike(run.result(self._problem) for run in others):
             # Every kernel failed in the same way before its launch: suspect the machine.
             for run in others:
-                if run.status == "failed":
-                    run.status, run.cause = "untried", "alike"
-        tried = [run for run in self.runs if run.status != "untried"]
+                if run.status == "failed" and run.cause is None:
+                    run.cause = "alike"
+        tried = [run for run in self.runs if run.cause is None]
         known = {run.candidate.kernel for run in tried}
         for run in self.runs:
             kernel, reason = run.candidate.kernel, run.reason or ""
