@@ -157,7 +157,7 @@ def fill(
         once.copy_(numbers.uniform_(0.95, 1.05, generator=generator).mul_(size))
         return t
     spread = values.factor(name) * (1.0 if name == "bias" else max(1, k) ** -0.25)
-    pattern = values.pattern(name)
+    pattern, few = values.pattern(name), t.device.type == "cpu" and once.numel() <= _AT_ONCE
     if form is not None:
         sizes = *once.shape[:-1], once.shape[-1] * form.pack
         numbers = torch.empty(sizes, dtype=torch.float32, device=t.device)
@@ -181,17 +181,13 @@ def fill(
         once.random_(has.min, min(has.max, 2**62), generator=generator)
     elif not (t.is_floating_point() or t.is_complex()):
         once.copy_(torch.randint(-8, 9, once.shape, generator=generator, device=t.device))
-    elif t.dtype.itemsize == 2 and t.device.type == "cpu" and once.numel() <= _AT_ONCE:
-        # Torch draws 16-bit numbers one by one on a CPU, and fp32 numbers as vectors.
+    elif t.dtype.itemsize > 2 or (t.dtype.itemsize == 2 and not few):
+        once.normal_(0, spread, generator=generator)
+    else:
+        # Torch has no random 8-bit floats. It draws 16-bit numbers one by one on a CPU, and fp32
+        # numbers as vectors.
         numbers = torch.randn(once.shape, generator=generator, dtype=torch.float32, device=t.device)
         once.copy_(numbers.mul_(spread))
-    elif t.dtype.itemsize > 1:
-        once.normal_(0, spread, generator=generator)
-    else:  # torch has no random 8-bit floats
-        numbers = spread * torch.randn(
-            once.shape, generator=generator, dtype=torch.float32, device=t.device
-        )
-        once.copy_(numbers)
     return t
 
 
