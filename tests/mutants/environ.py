@@ -146,9 +146,9 @@ ENVIRON = [
     ),
     Mutant(
         "toolchain-size-alone",
-        "spec/toolchain.py",
-        "return [str(path), of.st_size, of.st_mode, of.st_mtime_ns, of.st_ctime_ns]",
-        "return [str(path), of.st_size]",
+        "tmm_cache/notes.py",
+        "stamps.append([path, status.st_size, status.st_mtime_ns, status.st_ctime_ns])",
+        "stamps.append([path, status.st_size])",
         "a ptxas that is made executable is the same",
         (ENVIRONMENT,),
     ),

@@ -140,9 +140,8 @@ class _Conversion:
         self._paths = {module: path for path, module in model.named_modules()}
         #: Classes of layers whose product is, or will be, tmm's.
         self._layers: dict[nn.Module, Any] = {}
-        #: Classes that other modules get.
-        self._classes: dict[nn.Module, Any] = {}
-        self._fused: dict[nn.Module, list[Change]] = {}
+        #: Classes that other modules get, each with what tmm then computes.
+        self._classes: dict[nn.Module, tuple[Any, list[Change]]] = {}
         #: Layers whose product an epilogue finishes somewhere.
         self._finished: set[nn.Module] = set()
 
@@ -200,7 +199,9 @@ class _Conversion:
     def _group(self, layer: nn.Module) -> None:
         parameters = layer.parameters(recurse=False)
         if not self._leave(layer, _unfit(layer, *parameters) or stored_experts.unfit(layer)):
-            self._classes[layer] = _grouped(type(layer))
+            after = f"TransformersExperts(epilogue={experts.epilogue_of(layer)!r})"
+            change = Change("experts", self._paths[layer], type(layer).__name__, after)
+            self._classes[layer] = _grouped(type(layer)), [change]
 
     def _fuse(self, module: nn.Module) -> None:
         found = fusing.decide(module, self._layers, lambda: self._storages)
@@ -208,12 +209,11 @@ class _Conversion:
             self._apart(module, name, reason)
         if found.kind is None:
             return
-        self._classes[module] = found.kind
-        self._fused[module] = []
+        changes: list[Change] = []
+        self._classes[module] = found.kind, changes
         if found.gating is not None:
             after = f"GatedMLP(epilogue={found.gating.epilogue!r})"
-            change = Change("gated", self._path(module), type(module).__name__, after)
-            self._fused[module].append(change)
+            changes.append(Change("gated", self._path(module), type(module).__name__, after))
         for fusion in found.fusions:
             layer: Any = module._modules[fusion.layer]
             act = module._modules[fusion.activation] if fusion.activation else None
@@ -221,8 +221,8 @@ class _Conversion:
             before = f"{type(layer).__name__}, {before}"
             after = f"linear(epilogue={fusion.epilogue!r})"
             self._finished.add(layer)
-            change = Change("epilogue", self._within(module, fusion.layer), before, after)
-            self._fused[module].append(change)
+            path = self._within(module, fusion.layer)
+            changes.append(Change("epilogue", path, before, after))
 
     def _project(self, module: nn.Module) -> None:
         """Compute in one product the projections that an attention's forward makes of one input."""
@@ -239,9 +239,8 @@ class _Conversion:
                 NotFused(self._path(module), f"one product of {text}", reason)
             )
             return
-        self._classes[module] = projections.joint(kind, names)
         change = Change("joint", self._path(module), kind.__name__, f"one product of {text}")
-        self._fused[module] = [change]
+        self._classes[module] = projections.joint(kind, names), [change]
 
     @functools.cached_property
     def _storages(self) -> Counter[int]:
@@ -262,11 +261,9 @@ class _Conversion:
                 if module not in self._finished:
                     changes.append(Change("linear", path, before.__name__, after.__name__))
             if module in self._classes:
-                self._swap(module, self._classes[module])
-                changes += self._fused.get(module, [])
-                if isinstance(module, experts.TransformersExperts):
-                    after_text = f"TransformersExperts(epilogue={module.epilogue!r})"
-                    changes.append(Change("experts", path, before.__name__, after_text))
+                after, made = self._classes[module]
+                self._swap(module, after)
+                changes += made
         if self._weights is not None:
             self._quantise(self._weights)
         for module in self._paths if self._static_weights else ():

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tmm_base.guards import suppress
+from tmm_cache import stamp
 
 from tmm_core.errors import reraise
 from tmm_core.spec.device import triton_version
@@ -55,13 +56,9 @@ def toolchain() -> dict[str, JSON]:
     """Return the present state of the toolchain's parts, by name; of a file its size and times."""
     return {
         "triton": _version(),
-        "files": [_file(path) for path in _triton_files()],
-        "ptxas": _file(ptxas()),
-        "compiler": _file(c_compiler()),
         "python.h": os.path.exists(python_header()),
-        "build": [_file(path) for path in _build_files()],
         "driver": _read(_DRIVER),
-        "packages": [_file(Path(path)) for path in _site_packages()],
+        "files": stamp([*_triton_files(), *_programs(), *_site_packages()]),
         "variables": _variables(),
         "folders": {
             name: state for name, path in folders().items() if (state := usable(path)) != "yes"
@@ -101,10 +98,10 @@ def python_header() -> Path:
     return Path(sysconfig.get_paths(scheme)["include"], "Python.h")
 
 
-def _build_files() -> list[Path | None]:
-    """Return what the C compiler needs besides itself. Debian's gcc installs without headers."""
-    programs = (shutil.which(name) for name in ("as", "ld"))
-    return [*(Path(found) if found else None for found in programs), _C_HEADER]
+def _programs() -> list[str | Path]:
+    """Return the programs that compile, and a header of C: Debian's gcc installs without any."""
+    found = ptxas(), c_compiler(), *map(shutil.which, ("as", "ld")), _C_HEADER
+    return [path for path in found if path is not None]
 
 
 def folders() -> dict[str, Path | None]:
@@ -192,20 +189,8 @@ def _variables() -> dict[str, JSON]:
     for name, value in sorted(os.environ.items()):
         if name in _OUTPUTS or not (name.startswith("TRITON_") or name in _VARIABLES):
             continue
-        found[name] = [value, _file(Path(value))] if os.path.isabs(value) else value
+        found[name] = stamp([value]) if os.path.isabs(value) else value
     return found
-
-
-def _file(path: Path | None) -> list[JSON]:
-    """Return the path, size, permissions and times of a file; only the path if it is missing."""
-    if path is None:
-        return []
-    try:
-        of = os.stat(path)
-    except (OSError, ValueError) as error:
-        reraise(error)
-        return [str(path)]
-    return [str(path), of.st_size, of.st_mode, of.st_mtime_ns, of.st_ctime_ns]
 
 
 def _read(path: Path) -> str:
