@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.machinery
 import subprocess
 import sys
 import threading
 import time
+import types
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -151,3 +155,60 @@ def test_settings_are_each_threads_own() -> None:
     with tmm_core.override(on_cache_miss="error"):
         (got,) = race(1, lambda: tmm_core.matmul(a, b))
     torch.testing.assert_close(got, a @ b)
+
+
+@pytest.fixture
+def own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """The process's dispatcher, as after a first call."""
+    d, _ = make_dispatcher(FakeBlas(), times={}, root=tmp_path)
+    monkeypatch.setattr(dispatch.default_dispatcher, "made", d)
+    return dispatch.default_dispatcher
+
+
+def test_a_fork_waits_for_another_threads_import(own: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python's locks of modules stay locked in the child, which would wait for ever."""
+    late = types.ModuleType("tmm_late")
+    late.__spec__ = importlib.machinery.ModuleSpec("tmm_late", None)
+    late.__spec__._initializing = True  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "tmm_late", late)
+    naps: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        naps.append(seconds)
+        late.__spec__._initializing = len(naps) < 3  # type: ignore[union-attr]
+
+    monkeypatch.setattr(dispatch.time, "sleep", sleep)  # type: ignore[attr-defined]
+    own.before_fork()
+    own.after_fork_in_parent()
+    assert len(naps) == 3
+    # An import that never returns costs the fork some seconds.
+    late.__spec__._initializing = True  # type: ignore[attr-defined]
+    monkeypatch.setattr(dispatch, "_FORK_SECONDS", 0.0)
+    own.before_fork()
+    own.after_fork_in_parent()
+    assert len(naps) == 3
+
+
+def test_a_fork_waits_for_another_threads_loading_of_plugins(
+    own: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock = own.made.registry.loading_lock
+
+    def free() -> bool:
+        with ThreadPoolExecutor(1) as others:
+            return others.submit(lambda: lock.acquire(timeout=0) and not lock.release()).result()
+
+    own.before_fork()
+    assert not free()
+    own.after_fork_in_parent()
+    assert free()
+    monkeypatch.setattr(dispatch, "_FORK_SECONDS", 0.0)
+    with ThreadPoolExecutor(1) as others:
+        others.submit(lock.acquire).result()  # a plugin's import that never returns
+        own.before_fork()
+        own.after_fork_in_parent()
+        others.submit(lock.release).result()
+    assert free()
+    monkeypatch.setattr(own, "made", None)  # before the first call
+    own.before_fork()
+    own.after_fork_in_parent()

@@ -13,6 +13,7 @@ SIGNALS = "tests/core/test_signals.py"
 HOSTILE = "tests/core/test_hostile_plugins.py"
 TUNING = "tests/core/test_boundaries_tuning.py"
 LAYOUT = "tests/test_layout.py"
+THREADS = "tests/core/test_threads.py"
 SUPPORTS = "tests/core/test_supports.py"
 
 ENVIRON = [
@@ -422,5 +423,21 @@ ENVIRON = [
         '{self.config}".rstrip()',
         "a config's own text ends explain",
         (f"{HOSTILE}::test_a_config_without_a_text_is_explained",),
+    ),
+    Mutant(
+        "fork-during-import",
+        "dispatch/__init__.py",
+        "while _importing() and time.monotonic() < end:",
+        "while False:",
+        "a child waits for ever for a module that a thread of its parent was importing",
+        (f"{THREADS}::test_a_fork_waits_for_another_threads_import",),
+    ),
+    Mutant(
+        "toolchain-folder-stat",
+        "spec/toolchain.py",
+        "except (FileNotFoundError, NotADirectoryError, PermissionError) as error:",
+        "except (FileNotFoundError, NotADirectoryError) as error:",
+        "a home that may not be entered is 'Permission denied', and none of its parents is examined",
+        (f"{ENVIRONMENT}::test_folders_that_triton_cannot_use",),
     ),
 ]

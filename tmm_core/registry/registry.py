@@ -136,7 +136,7 @@ class Registry:
         #: Names of all installed plugins, in use or not.
         self._installed: set[str] = set()
         self._loaded = self._loading = False
-        self._lock = threading.RLock()
+        self.loading_lock = threading.RLock()
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] = os.environ) -> Registry:
@@ -151,7 +151,7 @@ class Registry:
 
     def after_fork(self) -> None:
         """Replace locks that another thread of the parent process may hold."""
-        self._lock = threading.RLock()
+        self.loading_lock = threading.RLock()
 
     # -- loading ---------------------------------------------------------------------
 
@@ -162,7 +162,7 @@ class Registry:
             PluginError: Its hooks do not match the specs, or return unusable objects.
         """
         self.load()
-        with self._lock:
+        with self.loading_lock:
             with self._all_or_nothing(), nested():
                 source = Source(_label(name or getattr(plugin, "__name__", type(plugin).__name__)))
                 before = len(self._faults)
@@ -182,7 +182,7 @@ class Registry:
         call starts again.
         """
         if not self._loaded:
-            with self._lock:
+            with self.loading_lock:
                 if self._loading:
                     return
                 if not self._loaded:
@@ -211,7 +211,7 @@ class Registry:
         self._loaded = True
 
     def _add_baseline(self) -> None:
-        with self._lock:
+        with self.loading_lock:
             if self._baseline is not None and BASELINE not in self._kernels:
                 source = Source(BASELINE, DISTRIBUTION, __version__)
                 self._kernels[BASELINE] = CheckedKernel(self._baseline(), source)
@@ -241,7 +241,7 @@ class Registry:
     def _report(self) -> None:
         """Warn once of each distribution with unreported faults, and of how many there are."""
         while True:
-            with self._lock:
+            with self.loading_lock:
                 if not self._unreported:
                     return
                 first = self._unreported[0]
