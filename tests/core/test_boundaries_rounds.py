@@ -243,23 +243,23 @@ def test_where_any_result_is_accepted() -> None:
     half = Operand(HALF)
     silu = problem(m=1, n=4, k=4, out=half, epilogue=parse("silu"))
     z = torch.tensor([[-INF, NAN, INF, -1.0]])
-    kinds, free = nonfinite.split(nonfinite.marks(silu, z, silu.epilogue.apply(z)))
+    kinds, free = nonfinite.marks(silu, z, silu.epilogue.apply(z))
     assert kinds[:, 1:].tolist() == [[2, 1, 0]]
     assert free.tolist() == [[True, False, False, False]]
     # A number that is Inf in the result's dtype may become NaN there.
     z = torch.tensor([[-7e4, -6e4]])
-    assert nonfinite.split(nonfinite.marks(silu, z, silu.epilogue.apply(z)))[1].tolist() == [
-        [True, False]
-    ]
+    assert nonfinite.marks(silu, z, silu.epilogue.apply(z))[1].tolist() == [[True, False]]
     plain = replace(silu, epilogue=parse("identity"))
     y = torch.tensor([[65000.0, 64000.0, -65000.0, INF]])
-    kinds, free = nonfinite.split(nonfinite.marks(plain, y, y))
+    kinds, free = nonfinite.marks(plain, y, y)
     assert free.tolist() == [[True, False, True, False]]
     assert kinds.tolist() == [[0, 0, 0, 1]]
     wide = replace(plain, out=Operand(F32))
-    assert not nonfinite.split(nonfinite.marks(wide, y, y))[1].any()
+    assert not nonfinite.marks(wide, y, y)[1].any()
     whole = replace(plain, out=Operand(torch.int8))
-    assert not nonfinite.marks(whole, y.nan_to_num_(0, 1, 1).to(torch.int8), y.to(torch.int8)).any()
+    kinds, free = nonfinite.marks(whole, y.nan_to_num_(0, 1, 1).to(torch.int8), y.to(torch.int8))
+    assert not kinds.any()
+    assert not free.any()
     complex_ = torch.tensor([1 + 1j, complex(NAN, 0), complex(0, INF)])
     assert nonfinite.kinds_of(complex_).tolist() == [0, 2, 2]
 
@@ -839,7 +839,7 @@ def test_operands_of_a_piece_take_so_much_memory(
     monkeypatch.setattr(compare, "_piece", piece)
     inputs = Inputs(torch.empty(0), torch.empty(0))
     whole = slice(None)
-    assert len(list(compare._pieces(instance, inputs, whole, whole, room))) == len(sizes)
+    assert len(list(compare.pieces(instance, inputs, whole, whole, room))) == len(sizes)
     assert sum(rows * cols for rows, cols in sizes) == 700 * 500
     rows, cols = sizes[0]
     element = 8 * instance.batch

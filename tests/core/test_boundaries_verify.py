@@ -40,7 +40,7 @@ from tmm_core.verify import (
     ways_of_use,
 )
 from tmm_core.verify.checked_launch import CheckedLauncher, WrongError
-from tmm_core.verify.compare import Sample, error, reference, rms, tolerance
+from tmm_core.verify.compare import Sample, error, expected, rms, tolerance
 from tmm_core.verify.data_sets import DataSets, Expected, default_limit
 from tmm_core.verify.guard_bands import MemoryLayout, memory_layout
 from tmm_core.verify.ragged_inputs import Inputs, Rows
@@ -126,8 +126,8 @@ def test_the_reference_of_groups_is_zero_beyond_the_last() -> None:
     inputs = Inputs(a, b, bias, alpha=2.0, rows=rows)
     instance = replace(instance, scaled=True)
     right = torch.cat([2 * a[:2] @ b[0] + bias[0], 2 * a[2:5] @ b[1] + bias[1], torch.zeros(1, 4)])
-    assert torch.allclose(reference(instance, inputs).float(), right, atol=1e-5)
-    some = reference(instance, inputs, torch.tensor([5, 1]), torch.tensor([3]))
+    assert torch.allclose(expected(instance, inputs).numbers.float(), right, atol=1e-5)
+    some = expected(instance, inputs, torch.tensor([5, 1]), torch.tensor([3])).numbers
     assert torch.allclose(some.float(), right[[5, 1]][:, [3]], atol=1e-5)
 
 
@@ -157,9 +157,9 @@ def test_the_reference_in_pieces_is_plain_mathematics(along: Any, room: int) -> 
         else:
             right[group] = a[group] @ b[group]
     inputs = Inputs(a, b, rows=rows)
-    torch.testing.assert_close(reference(instance, inputs, room=room), right)
+    torch.testing.assert_close(expected(instance, inputs, room=room).numbers, right)
     some, others = torch.tensor([0, 33, 34, 68, 69]), torch.tensor([0, 32, 65])
-    found = reference(instance, inputs, some, others, room=room)
+    found = expected(instance, inputs, some, others, room=room).numbers
     torch.testing.assert_close(found, right[..., some, :][..., others])
     sample = compare.expected(instance, inputs, some, slice(5), room)
     torch.testing.assert_close(sample.numbers, right[..., some, :5])
@@ -194,7 +194,7 @@ def test_a_last_stage_beyond_the_range_may_be_inf_before_other_terms(terms: str)
     instance = problem(k=1, a=F16, b=F16, out=F16, epilogue=parse("relu2"), **fields)
     z = torch.tensor([[300.0, 10.0]], dtype=torch.float64)
     weights: Any = torch.ones(1, 1) if terms == "weights" else 1.0
-    piece = compare._Piece(z, z, z, weights, z.square(), 1.0)
+    piece = compare.Piece(z, z, z, weights, z.square(), 1.0)
     assert compare._bound(instance, piece).isinf().tolist() == [[terms != "none", False]]
 
 
@@ -254,7 +254,7 @@ def test_the_error_of_a_right_kernel(
     one = Operand(dtype)
     instance = problem(k=16, a=one, b=one, out=one, tf32=tf32)
     exact = torch.ones(1, 1, dtype=torch.float64)
-    piece = compare._Piece(2 * exact, 3 * exact, 5 * exact, weight * exact, 5 * exact, -2.0)
+    piece = compare.Piece(2 * exact, 3 * exact, 5 * exact, weight * exact, 5 * exact, -2.0)
     least, _ = compare._range(dtype)
     right = weight * (limit * 5 + rounded * (2 + 3) + least * (2 + 3) / 2)
     assert compare._bound(instance, piece).item() == pytest.approx(right, rel=1e-9)
@@ -273,7 +273,7 @@ def test_the_error_of_a_sum_by_its_terms(k: int, rounded: float) -> None:
     one = Operand(torch.float32)
     instance = problem(k=k, a=one, b=one, out=one)
     zero = torch.zeros(1, 1, dtype=torch.float64)
-    piece = compare._Piece(zero, zero + 1, zero, 1.0, zero, 1.0)
+    piece = compare.Piece(zero, zero + 1, zero, 1.0, zero, 1.0)
     assert compare._bound(instance, piece).item() == pytest.approx(rounded, rel=1e-9)
 
 
@@ -287,9 +287,7 @@ def test_sums_in_fp32_round_no_more_than_is_expected() -> None:
         one_by_one = torch.zeros(96, 96)
         for term in range(k):
             one_by_one += a[:, term : term + 1] * b[term : term + 1]
-        piece = compare._Piece(
-            torch.zeros_like(exact), norm, torch.zeros_like(exact), 1.0, exact, 1
-        )
+        piece = compare.Piece(torch.zeros_like(exact), norm, torch.zeros_like(exact), 1.0, exact, 1)
         bound = compare._bound(instance, piece)
         for y in (a @ b, one_by_one):
             assert ((y - exact).abs() <= bound).all(), k
@@ -801,10 +799,6 @@ def test_poison_of_a_dtype(dtype: torch.dtype, value: int | None) -> None:
 def test_kinds_of_values() -> None:
     found = nonfinite.kinds_of(torch.tensor([NAN, INF, -INF, 0.0, -5.0]))
     assert found.tolist() == [2.0, 1.0, -1.0, 0.0, 0.0]
-    for marked, split in ((10.0, (2.0, True)), (7.0, (-1.0, True)), (8.0, (0.0, True)),
-                          (2.0, (2.0, False)), (-1.0, (-1.0, False))):  # fmt: skip
-        kinds, free = nonfinite.split(torch.tensor([marked]))
-        assert (kinds.item(), free.item()) == split
 
 
 @pytest.mark.parametrize(
@@ -970,7 +964,7 @@ def test_the_sign_of_inf_times_a_number_that_may_be_rounded_to_another_sign_is_f
     instance = problem(m=1, n=3, k=4, epilogue=parse("swiglu"))
     # Three gates are Inf. Their up values are numbers, the last one small.
     z = torch.tensor([[math.inf] * 3 + [2.0, -3.0, -1e-3]])
-    kinds, free = nonfinite.split(nonfinite.marks(instance, z, instance.epilogue.apply(z)))
+    kinds, free = nonfinite.marks(instance, z, instance.epilogue.apply(z))
     assert kinds.tolist() == [[1, -1, -1]]
     assert free.tolist() == [[False, False, True]]
 
@@ -1651,7 +1645,9 @@ def test_the_reference_of_scaled_groups(along: Any) -> None:
             right[:, start:end] = (a[group] * of_a[:, None]) @ (b * of_b)[:, start:end]
         else:
             right[group] = (a[:, start:end] * of_a[:, None]) @ (b[start:end] * of_b)
-    torch.testing.assert_close(reference(instance, given).double(), right, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        expected(instance, given).numbers.double(), right, rtol=1e-5, atol=1e-6
+    )
 
 
 # -- memory and state ---------------------------------------------------------------------

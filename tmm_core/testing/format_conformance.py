@@ -122,7 +122,7 @@ class FormatConformance:
             problem = self._problem(dtype, Scale(block, scale), m, n, k)
             problem = contiguous(replace(problem, epilogue=parse(epilogue or "identity")))
             inputs = random_inputs.make(problem, torch.device(self._device()))
-            expected = compare.reference(problem, inputs)
+            expected = compare.expected(problem, inputs).numbers
             for kernel in dispatch.default_dispatcher().registry.kernels():
                 if kernel.reasons_against(problem):
                     continue

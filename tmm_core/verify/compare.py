@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -92,43 +92,26 @@ def expected(
     cols: Places = slice(None),
     room: int = ROOM,
 ) -> Sample:
-    """Return ``rows`` and ``cols`` of the expected result with the sizes to which errors are
-    relative. A size is |number| + rms, or the error of a right kernel (:func:`_bound`) divided by
-    the tolerance, whichever is larger. The arguments are :func:`reference`'s."""
-    numbers = _zeros(problem, rows, cols, _wide(problem.out.dtype), inputs.a.device)
+    """Return ``rows`` and ``cols`` of the expected result, in fp64 or another sufficient precision,
+    with the sizes to which errors are relative. The result is zero beyond the last group.
+
+    A size is |number| + rms, or the error of a right kernel (:func:`_bound`) divided by the
+    tolerance, whichever is larger.
+
+    Args:
+        rows, cols: Indices, or a slice of all.
+        room: Bytes that an operand of one piece may take in fp64.
+    """
+    numbers = zeros(problem, rows, cols, _wide(problem.out.dtype), inputs.a.device)
     limit = tolerance(problem)
     bounded = limit > 0 and problem.out.dtype.is_floating_point
     bounds = torch.zeros_like(numbers, dtype=torch.float32) if bounded else None
-    for at, piece in _pieces(problem, inputs, rows, cols, room):
+    for at, piece in pieces(problem, inputs, rows, cols, room):
         numbers[at] = piece.y.to(numbers.dtype)
         if bounds is not None:
             bounds[at] = (_bound(problem, piece) / limit).to(bounds.dtype)
     sizes = _magnitudes(numbers) + rms(_in_range(numbers, problem.out.dtype))
     return Sample(numbers, sizes if bounds is None else torch.maximum(sizes, bounds))
-
-
-def reference(
-    problem: Problem,
-    inputs: Inputs,
-    rows: Places = slice(None),
-    cols: Places = slice(None),
-    room: int = ROOM,
-    of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
-) -> torch.Tensor:
-    """Return ``rows`` and ``cols`` of the expected result, in fp64 or another sufficient precision.
-    The result is zero beyond the last group. A plain product is one group.
-
-    Args:
-        rows, cols: Indices, or a slice of all.
-        room: Bytes that an operand of one piece may take in fp64.
-        of: Maps the epilogue's input and the result, element by element, to real numbers, which
-            are returned in fp32 instead of the result.
-    """
-    dtype = _wide(problem.out.dtype) if of is None else torch.float32
-    result = _zeros(problem, rows, cols, dtype, inputs.a.device)
-    for at, piece in _pieces(problem, inputs, rows, cols, room):
-        result[at] = (piece.y if of is None else of(piece.z, piece.y)).to(dtype)
-    return result
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -137,7 +120,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32) if real else torch.int64
 
 
-def _zeros(
+def zeros(
     problem: Problem, rows: Places, cols: Places, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
     """Zeros for these rows and columns of the result."""
@@ -148,11 +131,11 @@ def _zeros(
     return torch.zeros((*problem.out_shape[:-2], *sizes), dtype=dtype, device=device)
 
 
-def _pieces(
+def pieces(
     problem: Problem, inputs: Inputs, rows: Places, cols: Places, room: int
-) -> Iterator[tuple[tuple[Any, ...], _Piece]]:
-    """The parts of the expression whose operands take up to ``room`` bytes, with their places in
-    the result of these rows and columns."""
+) -> Iterator[tuple[tuple[Any, ...], Piece]]:
+    """Yield the parts of the expression whose operands take up to ``room`` bytes, with their places
+    in the result of these rows and columns. A plain product is one group."""
     given = inputs.rows
     device = inputs.a.device
     at_rows = torch.arange(problem.m, device=device)[rows]
@@ -207,7 +190,7 @@ def _of_group(problem: Problem, inputs: Inputs, group: int, part: tuple[int, int
     return Inputs(a, b, bias, residual, inputs.alpha, parts, inputs.rows)
 
 
-class _Piece(NamedTuple):
+class Piece(NamedTuple):
     """A part of the expression.
 
     Attributes:
@@ -232,7 +215,7 @@ def _piece(
     rows: torch.Tensor,
     at: torch.Tensor,
     cols: torch.Tensor,
-) -> _Piece:
+) -> Piece:
     """Rows ``rows`` of the product, which are rows ``at`` of the result."""
     index, given = rows, inputs.rows
     if given is not None and given.a_index is not None:
@@ -247,10 +230,10 @@ def _piece(
         y = y * weights
     if inputs.residual is not None:
         y = y + inputs.residual[..., at, :][..., cols].to(y.dtype)
-    return _Piece(product, norm, z, weights, y, inputs.alpha)
+    return Piece(product, norm, z, weights, y, inputs.alpha)
 
 
-def _bound(problem: Problem, piece: _Piece) -> torch.Tensor:
+def _bound(problem: Problem, piece: Piece) -> torch.Tensor:
     """The largest error of a right kernel, which rounds no more often than torch's operators.
 
     This is a running error analysis (Higham, Accuracy and Stability of Numerical Algorithms, 3.3).

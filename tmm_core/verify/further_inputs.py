@@ -22,7 +22,6 @@ from tmm_core.spec.operand import Layout, Operand
 from tmm_core.spec.problem import Problem
 from tmm_core.verify import random_inputs
 from tmm_core.verify.checked_launch import Mode
-from tmm_core.verify.compare import reference
 from tmm_core.verify.data_sets import DataSets, Expected, InputSet
 from tmm_core.verify.guard_bands import (
     UNREADABLE,
@@ -37,7 +36,7 @@ from tmm_core.verify.guard_bands import (
     vector_layout,
     with_guard_bands,
 )
-from tmm_core.verify.nonfinite import kinds_of, marks, split, values_of
+from tmm_core.verify.nonfinite import expected_kinds, kinds_of, values_of
 from tmm_core.verify.ragged_inputs import Inputs, Sizes
 from tmm_core.verify.random_inputs import USUAL, Recipe, Values
 
@@ -369,11 +368,10 @@ class Round:
 
     def _kinds_differ(self, inputs: Inputs, result: torch.Tensor) -> float:
         if self._kinds is None:
-            problem, (rows, cols) = self._data.problem, self._data.sampled(inputs)
-            of = functools.partial(marks, problem)
+            rows, cols = self._data.sampled(inputs)
             room = self._data.limit // 16
-            marked = reference(problem, inputs, rows, cols, room, of)
-            self._kinds = rows, cols, *split(marked)
+            kinds, free = expected_kinds(self._data.problem, inputs, rows, cols, room)
+            self._kinds = rows, cols, kinds, free
         rows, cols, kinds, free = self._kinds
         found = kinds_of(result[..., rows, :][..., cols])
         return math.nan if bool(((found != kinds) & ~free).any()) else 0.0

@@ -19,7 +19,7 @@ from typing import Literal, get_args
 import torch
 
 from tmm_core.spec.problem import Problem
-from tmm_core.verify.compare import ranges, reference, rms
+from tmm_core.verify.compare import Places, pieces, ranges, rms, zeros
 from tmm_core.verify.guard_bands import same_bits
 from tmm_core.verify.ragged_inputs import Inputs
 
@@ -115,8 +115,8 @@ def nonfinite_inputs(problem: Problem, inputs: Inputs, axis: Axis, room: int) ->
         limits[within[0]] = slice(within[1])
     rows, cols = (places, limits[1]) if axis == "rows" else (limits[0], places)
     with planted(changes):
-        marked = reference(problem, inputs, rows, cols, room, functools.partial(marks, problem))
-    return NonFinite(axis, changes, places, *split(marked), within)
+        kinds, free = expected_kinds(problem, inputs, rows, cols, room)
+    return NonFinite(axis, changes, places, kinds, free, within)
 
 
 @contextmanager
@@ -239,14 +239,25 @@ def values_of(dtype: torch.dtype) -> tuple[float, ...]:
     return (math.nan, math.inf, -math.inf) if infinite else (math.nan,)
 
 
-#: Added to the kind of an element for which any result is accepted.
-_FREE = 8.0
 #: Rounding, to TF32 for example, may change the sign of a number below this part of the rms.
 _UNSIGNED = 0.05
 
 
-def marks(problem: Problem, z: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Return the kinds of a result ``y``, plus :data:`_FREE` where any result is accepted.
+def expected_kinds(
+    problem: Problem, inputs: Inputs, rows: Places, cols: Places, room: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the kinds of these rows and columns of the expected result, and where any result is
+    accepted. The arguments are :func:`compare.expected`'s."""
+    kinds = zeros(problem, rows, cols, torch.float32, inputs.a.device)
+    free = torch.zeros_like(kinds, dtype=torch.bool)
+    for at, piece in pieces(problem, inputs, rows, cols, room):
+        kinds[at], free[at] = marks(problem, piece.z, piece.y)
+    return kinds, free
+
+
+def marks(problem: Problem, z: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the kinds of a result ``y`` of the epilogue's input ``z``, and where any result is
+    accepted.
 
     These are results where the epilogue turns an Inf in ``z`` into NaN, or multiplies Inf by a
     number whose sign depends on rounding, and results that may be rounded to Inf.
@@ -266,18 +277,12 @@ def marks(problem: Problem, z: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     free = (found & ~undefined) | unsigned
     if y.is_floating_point():
         free |= y.isfinite() & (y.abs() > 0.98 * torch.finfo(problem.out.dtype).max)
-    return kinds_of(y) + _FREE * free
-
-
-def split(marked: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Split the result of :func:`marks` into kinds, and where any result is accepted."""
-    free = marked > _FREE / 2
-    return marked - _FREE * free, free
+    return kinds_of(y), free
 
 
 def kinds_of(t: torch.Tensor) -> torch.Tensor:
     """2 for NaN, 1 for Inf, −1 for −Inf, 0 for a number; of complex numbers 2 for NaN and Inf."""
     if t.is_complex():
-        return torch.where(t.isfinite(), 0.0, 2.0)
+        return torch.where(t.isfinite(), 0.0, 2.0).float()
     infinite = torch.where(t.isinf(), t.float().sign(), 0.0)
     return torch.where(t.isnan(), 2.0, infinite)
