@@ -26,7 +26,7 @@ from torch import nn
 
 from tmm_core.epilogues._gated import GATED_BY
 from tmm_core.errors import UnknownNameError, reraise
-from tmm_core.spec.epilogue import IDENTITY, Epilogue, EpilogueLike
+from tmm_core.spec.epilogue import IDENTITY, INTERNED, Epilogue, EpilogueLike
 from tmm_core.spec.port import Port
 
 __all__ = ["BUILTIN", "EPILOGUES", "GATED_BY", "SPELLINGS", "parse", "text_of"]
@@ -43,6 +43,8 @@ for _module in pkgutil.iter_modules(__path__):
         SPELLINGS.update(getattr(_family, "SPELLINGS", {}))
 #: Epilogues whose name alone is their key.
 BUILTIN = {name: epilogue for name, epilogue in EPILOGUES.items() if epilogue.builtin}
+# So the operator finds them without the registry, which torch.compile cannot trace.
+INTERNED.update(BUILTIN)
 
 _TERM = re.compile(
     r"\s*(?P<name>[A-Za-z_]\w*)\s*(?:\((?P<args>[^()]*)\))?\s*(?:@(?P<digest>[0-9a-f]{12}))?\s*"

@@ -21,7 +21,7 @@ from tmm_base.guards import drop_frames, foreign_place, suppress
 from tmm_cache.fields import A_NAME, NAME_MAX, is_name
 
 from tmm_core import formats
-from tmm_core.epilogues import BUILTIN, EPILOGUES, parse
+from tmm_core.epilogues import EPILOGUES, parse
 from tmm_core.errors import (
     PluginError,
     UnknownNameError,
@@ -403,7 +403,7 @@ class Registry:
         """Parse a caller's ``epilogue=``; see :func:`tmm_core.epilogues.parse`."""
         if text is None:
             return IDENTITY
-        if isinstance(text, str) and (known := BUILTIN.get(text) or INTERNED.get(text)):
+        if isinstance(text, str) and (known := INTERNED.get(text)):
             return known
         return parse(text, self.epilogues())
 
