@@ -293,14 +293,17 @@ def test_the_key_of_a_pass_is_that_of_its_sources_in_a_zip_too(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     key = Join("always").uuid()
-    for module in (inductor, inductor.aten_calls, constants, inductor.tails):
+    for module in (inductor, constants, inductor.shared_input, inductor.tails):
         inside = f"packages.zip/tmm_core/interop/{Path(str(module.__file__)).name}"
         monkeypatch.setattr(module, "__file__", inside)
     assert Join("always").uuid() == key
     read: list[str] = []
     monkeypatch.setattr(inductor.pkgutil, "get_data", lambda _, name: read.append(name) or b"x")
     assert Join("always").uuid() != key
-    assert read == ["inductor.py", "aten_calls.py", "constants.py", "tails.py"]
+    assert read == [
+        "aten_calls.py", "concurrent_operator.py", "constants.py", "inductor.py",
+        "shared_input.py", "tails.py",
+    ]  # fmt: skip
 
 
 def test_constants_are_parameters_that_torch_freezes(

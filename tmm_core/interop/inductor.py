@@ -22,11 +22,13 @@ from torch.fx import Node
 
 from tmm_core import compat, dispatch, settings
 from tmm_core.errors import error_text, reraise, warn
-from tmm_core.interop import aten_calls, constants, operator, tails
+from tmm_core.interop import constants, operator, shared_input, tails
 from tmm_core.interop.aten_calls import DTYPES
 from tmm_core.interop.constants import added
+from tmm_core.interop.shared_input import Product
 from tmm_core.interop.tails import Tail, terms_of
 from tmm_core.launch import warm
+from tmm_core.launch.plan import Choice
 from tmm_core.spec.arguments import Arguments
 from tmm_core.spec.device import fingerprint
 from tmm_core.spec.launcher import BASELINE
@@ -38,6 +40,8 @@ from tmm_core.version import __version__
 When = Literal["records", "always"]
 
 _Pass: Any = compat.graph_pass()
+#: The modules whose code decides what a graph becomes.
+_DECIDING = ("aten_calls", "concurrent_operator", "constants", "inductor", "shared_input", "tails")
 
 
 class Pass(_Pass):  # type: ignore[misc]  # a class of torch without types
@@ -74,9 +78,8 @@ class Pass(_Pass):  # type: ignore[misc]  # a class of torch without types
         if None in others:
             return None
         digest = hashlib.sha256(__version__.encode())
-        for module in (__file__, aten_calls.__file__, constants.__file__, tails.__file__):
-            file = Path(module).name  # perhaps in a zip
-            digest.update(pkgutil.get_data("tmm_core.interop", file) or b"")
+        for module in _DECIDING:  # perhaps in a zip
+            digest.update(pkgutil.get_data("tmm_core.interop", f"{module}.py") or b"")
         if self.when == "records":
             digest.update(_state_of_records().encode())
         return (f"tmm {self.when} {digest.hexdigest()}", *others)
@@ -113,13 +116,21 @@ class Join(Pass):
 
 
 class Rewrite(Pass):
-    """Rewrites products with their tails."""
+    """Rewrites products with their tails, and then makes one call of products that share their
+    input (:mod:`tmm_core.interop.shared_input`)."""
 
     option = "post_grad_custom_pre_pass"
 
     def _rewrites(self, graph: torch.fx.Graph) -> Iterator[tuple[Node, Callable[[], object]]]:
         for tail in tails.tails(graph):
             yield tail.product, functools.partial(self._rewrite, graph, tail)
+        for products in shared_input.groups(graph):
+            yield products[0].node, functools.partial(self._share, graph, products)
+
+    def _share(self, graph: torch.fx.Graph, products: list[Product]) -> None:
+        able = [p for p in products if p.is_ours or self.when == "always" or _is_decided(p.node)]
+        if len(able) > 1:
+            shared_input.join(graph, able)
 
     def _rewrite(self, graph: torch.fx.Graph, tail: Tail) -> None:
         found = terms_of(tail.product)
@@ -221,15 +232,14 @@ def pays(tail: Tail, terms: Any) -> bool:
     result. Without a record of the product alone, a kernel that wins the whole's record pays.
     """
     problem = problem_of(tail, terms)
-    chooser = dispatch.default_dispatcher()
-    current = settings.changed(settings.current(), on_cache_miss="heuristic")
-    choice = chooser.choose(problem, current)
+    choice = _choice(problem)
     if choice.candidate.kernel.name == BASELINE or choice.origin not in ("cache", "tuned"):
         return False
     if not tail.epilogue and tail.residual is None:
         return True
     from tmm_core.dispatch.saving import record_times
 
+    chooser = dispatch.default_dispatcher()
     whole = record_times(chooser, problem, choice.candidate)
     alone = record_times(chooser, alone_of(problem))
     if whole is None or alone is None:
@@ -238,6 +248,19 @@ def pays(tail: Tail, terms: Any) -> bool:
     reads = 2 + (tail.residual is not None) + tail.gated
     passed = Machine.of(problem.device).moving_us(reads * size)
     return whole < (alone + passed) * (1 - MARGIN)
+
+
+def _choice(problem: Problem) -> Choice:
+    """The choice for a problem, without tuning."""
+    current = settings.changed(settings.current(), on_cache_miss="heuristic")
+    return dispatch.default_dispatcher().choose(problem, current)
+
+
+def _is_decided(product: Node) -> bool:
+    """Whether a call of the product alone does not tune: there is a record, or BLAS alone serves
+    it."""
+    choice = _choice(problem_of(tails.bare(product), terms_of(product)))
+    return choice.origin in ("cache", "tuned", "fallback")
 
 
 def alone_of(problem: Problem) -> Problem:

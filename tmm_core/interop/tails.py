@@ -88,11 +88,12 @@ def tails(graph: torch.fx.Graph) -> Iterator[Tail]:
     """Yield each product of the graph with its longest tail whose inner values nothing else
     reads."""
     for product in list(graph.nodes):
-        if _is_product(product, PRODUCTS):
+        if is_product(product, PRODUCTS):
             yield tail_of(product)
 
 
-def _is_product(node: Node, targets: set[Any]) -> bool:
+def is_product(node: Node, targets: set[Any]) -> bool:
+    """Whether a node calls one of these products with sizes that are known."""
     if node.op != "call_function" or node.target not in targets:
         return False
     return all(map(_has_example, (node, *node.all_input_nodes)))
@@ -110,11 +111,12 @@ def _has_example(node: Node) -> bool:
 
 def tail_of(product: Node) -> Tail:
     """Return a product with its longest tail."""
-    tail = _bare(product)
+    tail = bare(product)
     return _with_residual(_with_gate(tail) or _with_activation(tail))
 
 
-def _bare(product: Node) -> Tail:
+def bare(product: Node) -> Tail:
+    """Return a product without what follows it."""
     return Tail(product, product, [product])
 
 
@@ -122,9 +124,9 @@ def pairs(graph: torch.fx.Graph) -> Iterator[tuple[Tail, Tail]]:
     """Yield gate and up of two weights: two products of the same matrix ``a``, where the graph
     multiplies an activation of the first by the second. Both are reshaped alike."""
     for product in list(graph.nodes):
-        if not _is_product(product, MATRIX_PRODUCTS):
+        if not is_product(product, MATRIX_PRODUCTS):
             continue
-        gate = _through(_bare(product))
+        gate = _through(bare(product))
         found = _activation(gate.last, product.meta["val"].dtype)
         mul = None if found is None or found[0] not in GATED_BY else _only_user(found[1][-1])
         if found is None or mul is None or mul.target is not aten.mul.Tensor or mul.kwargs:
@@ -142,9 +144,9 @@ def _ending_in(last: Any) -> Tail | None:
     if not isinstance(last, Node) or _only_user(last) is None:
         return None
     source = last.args[0] if last.target in RESHAPES else last
-    if not isinstance(source, Node) or not _is_product(source, MATRIX_PRODUCTS):
+    if not isinstance(source, Node) or not is_product(source, MATRIX_PRODUCTS):
         return None
-    tail = _bare(source)
+    tail = bare(source)
     return tail if last is source else _through(tail) if _only_user(source) is last else None
 
 

@@ -1,0 +1,166 @@
+"""Products of one input on several streams, in CUDA graphs of compiled models."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import tmm_core
+from tmm_core.interop import concurrent_operator
+from tmm_core.nn import convert
+from tmm_core.quantized import Quantized
+from tmm_core.spec.arguments import Arguments
+
+Tensor = torch.Tensor
+
+pytestmark = pytest.mark.gpu
+
+WIDTH, LAYERS = 1024, 12
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+class Block(nn.Module):
+    """Query, key and value, then gate and up, so that each layer needs the one before."""
+
+    def __init__(self, bias: bool) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(WIDTH, n, bias=bias) for n in (WIDTH, 256, 256))
+        self.gate, self.up = (nn.Linear(WIDTH, 1536, bias=False) for _ in range(2))
+        self.down = nn.Linear(1536, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.q(x), self.k(x), self.v(x)
+        h = x + F.rms_norm(q, (WIDTH,)) * torch.tanh(torch.cat((k, v, k, v), -1))
+        return h + F.rms_norm(self.down(F.silu(self.gate(h)) * self.up(h)), (WIDTH,))
+
+
+def _model(bias: bool) -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block(bias) for _ in range(LAYERS))).cuda().bfloat16().eval()
+    for p in model.parameters():
+        p.requires_grad_(False)
+    return model
+
+
+def _exact(model: Any, x: Tensor) -> Tensor:
+    double = _model(model[0].q.bias is not None).double()
+    return double(x.double())
+
+
+def _captured(run: Any, x: Tensor) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run(x), run(x)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = run(x)
+    return graph, y
+
+
+def _compiled(model: nn.Module, x: Tensor) -> Any:
+    options = tmm_core.inductor_options(when="always")
+    return torch.compile(model, dynamic=False, options=options)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("rows", [1, 16, 64])
+@torch.no_grad()
+def test_a_captured_model_gives_its_values(rows: int, bias: bool, monkeypatch: Any) -> None:
+    """Fresh inputs in each replay, results poisoned before."""
+    counts: list[int] = []
+    at_once = concurrent_operator._at_once
+
+    def counted(calls: Any, device: Any) -> Any:
+        counts.append(len(calls))
+        return at_once(calls, device)
+
+    monkeypatch.setattr(concurrent_operator, "_at_once", counted)
+    model, x = _model(bias), torch.empty(rows, WIDTH, device="cuda", dtype=torch.bfloat16)
+    x.normal_()
+    with tmm_core.override(on_cache_miss="heuristic"):
+        compiled = _compiled(model, x)
+        graph, y = _captured(compiled, x)
+        assert counts == [3, 2] * LAYERS
+        streamed = []
+        for _ in range(20):
+            x.normal_()
+            y.fill_(float("nan"))
+            graph.replay()
+            streamed.append(y.clone())
+            # One product after the other, on one stream: the same kernels, so the same bits.
+            assert torch.equal(streamed[-1], compiled(x))
+        expected = _exact(model, x)
+    usual = (model(x).double() - expected).abs().max()
+    assert (streamed[-1].double() - expected).abs().max() <= 2 * usual + 1e-2
+
+
+@pytest.mark.parametrize("rows", [1, 16])
+@torch.no_grad()
+def test_quantised_weights(rows: int) -> None:
+    model, x = _model(False), torch.randn(rows, WIDTH, device="cuda", dtype=torch.bfloat16)
+    own = convert(model, inplace=False, weights="int4").model
+    assert type(own[0].q.weight) is Quantized
+    with tmm_core.override(on_cache_miss="heuristic"):
+        graph, y = _captured(_compiled(own, x), x)
+        for _ in range(10):
+            x.normal_()
+            y.fill_(float("nan"))
+            graph.replay()
+            torch.testing.assert_close(y, own(x), rtol=5e-2, atol=5e-2)
+
+
+@torch.no_grad()
+def test_a_graph_of_many_rows_uses_one_stream(monkeypatch: Any) -> None:
+    def refused(*_: Any) -> Any:
+        raise AssertionError("65 rows on several streams")
+
+    monkeypatch.setattr(concurrent_operator, "_at_once", refused)
+    weights = [torch.randn(WIDTH, 64, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
+    a = torch.randn(65, WIDTH, device="cuda", dtype=torch.bfloat16)
+
+    def run(a: Tensor) -> Any:
+        return torch.stack(_products(a, weights))
+
+    with tmm_core.override(on_cache_miss="heuristic"):
+        graph, y = _captured(run, a)
+        y.fill_(float("nan"))
+        graph.replay()
+    expected = torch.stack([a.double() @ w.double() for w in weights])
+    torch.testing.assert_close(y.double(), expected, rtol=2e-2, atol=1.0)
+
+
+def _products(a: Tensor, weights: list[Tensor]) -> Any:
+    calls = [Arguments(a, w) for w in weights]
+    return concurrent_operator.concurrent(*concurrent_operator.arguments(calls))
+
+
+@torch.no_grad()
+def test_an_error_ends_the_further_streams() -> None:
+    """A product that fails leaves a capture that can end, and the next capture works."""
+    a = torch.randn(4, WIDTH, device="cuda", dtype=torch.bfloat16)
+    weights = [torch.randn(WIDTH, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
+    wrong = [weights[0], weights[1][:-1], weights[2]]
+    with tmm_core.override(on_cache_miss="heuristic"):
+        _products(a, weights)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            with pytest.raises(RuntimeError):
+                _products(a, wrong)
+            y = torch.stack(_products(a, weights))
+        y.fill_(float("nan"))
+        graph.replay()
+    expected = torch.stack([a.double() @ w.double() for w in weights])
+    torch.testing.assert_close(y.double(), expected, rtol=2e-2, atol=1.0)

@@ -1,0 +1,131 @@
+"""``tmm::concurrent``: products of one matrix ``a``, on several streams in a CUDA graph.
+
+A product of few rows reads its weight, and does not reach the bandwidth of memory while it starts
+and while it ends. Products on other streams fill these gaps: query, key and value of one token take
+23 µs in place of 29 µs on an H100 (``benchmarks/results/h100/concurrent.txt``). Streams cost the
+host some 40 µs for each product, so they are used only while a CUDA graph is captured. Otherwise
+the products run one after the other.
+
+The pass over compiled graphs makes the calls (:mod:`tmm_core.interop.shared_input`). Gradients are
+those of the separate products.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tmm_core import compat
+from tmm_core.interop import autograd_state, operator
+from tmm_core.interop.libraries import define
+from tmm_core.launch.warm import run
+from tmm_core.spec.arguments import ROLES, Arguments
+
+Tensor = torch.Tensor
+
+#: The most rows of ``a`` with which products share the GPU. With more, some take longer than one
+#: after the other: 3 % of 256 rows, 13 % of 512.
+MOST_ROWS = 64
+#: The number of streams beside the current one.
+_STREAMS = 3
+
+#: The arguments that each product has for itself: those with columns, and the epilogue.
+OWN = tuple(
+    role.name
+    for role in ROLES
+    if role.name != "out" and ("n" in role.dims.lower() or role.name == "epilogue")
+)
+#: The arguments that all products share.
+SHARED = tuple(role.name for role in ROLES if role.name not in ("out", *OWN))
+
+
+class _Streams(threading.local):
+    """The further streams of this thread, by device. A capture takes a stream for itself, so that
+    threads share none."""
+
+    def __init__(self) -> None:
+        self._by_device: dict[torch.device, list[torch.cuda.Stream]] = {}
+
+    def of(self, device: torch.device) -> list[torch.cuda.Stream]:
+        found = self._by_device.get(device)
+        if found is None:
+            found = [torch.cuda.Stream(device) for _ in range(_STREAMS)]
+            self._by_device[device] = found
+        return found
+
+
+_streams = _Streams()
+
+
+def arguments(calls: list[Arguments]) -> tuple[Any, ...]:
+    """Return the operator's arguments for these calls, which differ in :data:`OWN` only."""
+    (first, *_) = calls
+    return tuple(
+        [getattr(call, role.name) for call in calls]
+        if role.name in OWN
+        else getattr(first, role.name)
+        for role in ROLES
+        if role.name != "out"
+    )
+
+
+def _calls(given: tuple[Any, ...]) -> list[Arguments]:
+    """The inverse of :func:`arguments`."""
+    named = dict(zip(Arguments._fields, given, strict=False))
+    each = zip(*(named[name] for name in OWN), strict=True)
+    return [Arguments(**{**named, **dict(zip(OWN, own, strict=True))}) for own in each]
+
+
+def _run(*given: Any) -> list[Tensor]:
+    calls = _calls(given)
+    a = calls[0].a
+    few = a.numel() <= MOST_ROWS * a.shape[-1]
+    if few and a.is_cuda and torch.cuda.is_current_stream_capturing():
+        return _at_once(calls, a.device)
+    return [run(*call[:-1]) for call in calls]
+
+
+def _at_once(calls: list[Arguments], device: torch.device) -> list[Tensor]:
+    """Compute the first product on the current stream, the others on further streams."""
+    here, further = torch.cuda.current_stream(device), _streams.of(device)
+    ready, ended = here.record_event(), []
+    results = []
+    try:
+        for i, call in enumerate(calls[1:]):
+            stream = further[i % _STREAMS]
+            stream.wait_event(ready)
+            with torch.cuda.stream(stream):
+                try:
+                    results.append(run(*call[:-1]))
+                finally:
+                    ended.append(stream.record_event())
+        return [run(*calls[0][:-1]), *results]
+    finally:
+        for event in ended:
+            here.wait_event(event)
+
+
+def _one_by_one(*given: Any) -> list[Tensor]:
+    matmul: Callable[..., Tensor] = operator.matmul
+    return [matmul(*call[:-1]) for call in _calls(given)]
+
+
+def _differentiable(*given: Any) -> Any:
+    if autograd_state.differentiated(*(t for call in _calls(given) for t in call.given)):
+        return _one_by_one(*given)
+    with compat.below_autograd():
+        return concurrent(*given)
+
+
+_types = (
+    f"{role.type}{'[]' if role.name in OWN else ''} {role.name}"
+    for role in ROLES
+    if role.name != "out"
+)
+library = define(f"concurrent({', '.join(_types)}) -> Tensor[]", _run, _one_by_one)
+library.impl("concurrent", _differentiable, "Autograd")
+library.impl("concurrent", _one_by_one, "FuncTorchBatched")
+concurrent = torch.ops.tmm.concurrent.default
