@@ -63,7 +63,7 @@ def measured(x: torch.Tensor, w: torch.Tensor, epilogue: str | None) -> Row:
     assert record is not None
     raced = any(problem.m in each.inside_us for each in record.candidates)
     launchers = {"before": before.launcher, "after": after.launcher}
-    launchers |= others(problem, edge, record)
+    launchers |= others(problem, record)
     us, _ = exhaustive.race(
         problem, x.device, launchers, captures=CAPTURES, rounds=ROUNDS, burst_us=BURST_US
     )
@@ -81,13 +81,14 @@ def measured(x: torch.Tensor, w: torch.Tensor, epilogue: str | None) -> Row:
     }
 
 
-def others(problem: Problem, edge: Problem, record: TuningRecord) -> dict[str, Launcher]:
+def others(problem: Problem, record: TuningRecord) -> dict[str, Launcher]:
     """BLAS and the finalists of the bucket's record."""
     chooser = dispatch.default_dispatcher()
     blas = chooser.registry.kernel(BASELINE)
     found = {BASELINE: Candidate(blas, blas.default_config(problem))}
+    able = chooser.able(problem, settings.current())
     for result in sorted(finalists(record.candidates), key=lambda r: r.median_us or 0.0)[:MOST]:
-        candidate = chooser.able_candidate(result, problem, edge, settings.current())
+        candidate = chooser.candidate(result, able, problem)
         if candidate is not None:
             found.setdefault(str(identity(result)), candidate)
     launchers: dict[str, Launcher] = {}

@@ -1231,8 +1231,8 @@ def test_who_races_is_verified_where_it_was_timed(tmp_path: Path) -> None:
     d, _ = dispatcher(FakeBlas(), FakeKernel("fast"), FakeKernel("bad"), root=tmp_path)
     asked, edge, mine = problem(m=50), problem(m=64), settings()
     record = recorded(edge, result("blas", 220.0), result("fast", 200.0), result("bad", 190.0))
-    query = deferring.Query(asked, edge, mine, d.able(asked, mine), 0.0, None)
     d.quarantined["bad", edge] = "it was wrong"
+    query = deferring.Query(asked, edge, mine, d.able(asked, mine), 0.0, None)
     racing = d._racers(record, query)
     assert {index: c.kernel.name for index, c in racing.items()} == {0: "blas", 1: "fast"}
 
@@ -1655,7 +1655,7 @@ def test_what_answers_inside_a_bucket(
     choice stays."""
     blas = FakeBlas(tiles=(1, 2), against=lambda problem: ["not here"] * declines)
     d, _ = dispatcher(blas, FakeKernel("fast"), root=tmp_path)
-    edge, asked, mine = problem(m=64), problem(m=40), settings()
+    edge, asked = problem(m=64), problem(m=40)
     others = [
         result("blas", 9.0, config={"tile": tile}, inside_us={33: us, 49: us})
         for tile, us in timed.items()
@@ -1665,7 +1665,8 @@ def test_what_answers_inside_a_bucket(
     d.store.save(DEVICE.gpu, DEVICE.environment, recorded(edge, fast, *others))
     name, tile = chosen
     choice = Choice(Candidate(d.registry.kernel(name), FakeConfig(tile=tile)), "cache", "path")
-    found = d.inside(asked, edge, choice, mine)
+    able = d.able(asked, settings())
+    found = d.inside(asked, edge, choice, able)
     if answer is None:
         assert found is choice
         return
@@ -1675,10 +1676,10 @@ def test_what_answers_inside_a_bucket(
     assert found.origin == "cache"
     assert found.reason.startswith("path; " + ("the best at" if answer[0] == "fast" else "BLAS is"))
     for same in (edge, replace(asked, batch_invariant=True)):
-        assert d.inside(same, edge, choice, mine) is choice
+        assert d.inside(same, edge, choice, able) is choice
     for origin in ("forced", "heuristic", "neighbour", "fallback"):
         other = replace(choice, origin=origin)
-        assert d.inside(asked, edge, other, mine) is other
+        assert d.inside(asked, edge, other, able) is other
 
 
 @pytest.mark.parametrize("changes", [False, True])

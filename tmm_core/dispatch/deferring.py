@@ -169,7 +169,7 @@ class Deferring(Measuring):
         found = {}
         for index in racers(record, query.problem.extent):
             result = record.candidates[index]
-            candidate = self.able_candidate(result, query.problem, query.key, query.settings)
+            candidate = self.candidate(result, query.able, query.problem)
             if candidate is not None:
                 found[index] = candidate
         return found

@@ -235,7 +235,7 @@ class Dispatcher(Deferring):
         if choice.lasting and not problem.capturing:
             self._choices[kept] = choice
         waits = forbidden is None and not self.raced(query, choice)
-        choice = self.inside(problem, key, choice, settings)
+        choice = self.inside(problem, key, choice, able)
         return replace(choice, lasting=False) if waits else choice
 
     # -- sources of a choice, in order ---------------------------------------------------

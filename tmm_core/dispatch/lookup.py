@@ -12,7 +12,6 @@ from tmm_core.errors import (
     CacheMissError,
     ConfigError,
     PluginError,
-    TmmError,
     error_text,
     foreign_place,
     reraise,
@@ -115,21 +114,9 @@ class Lookup:
                     return candidate
         return None
 
-    def able_candidate(
-        self, result: CandidateResult, problem: Problem, edge: Problem, settings: Settings
-    ) -> Candidate | None:
-        """The candidate of a result, if its kernel is unchanged and may serve this call."""
-        if (result.kernel, edge) in self.quarantined:
-            return None
-        try:
-            kernel = self.registry.kernel(result.kernel)
-        except TmmError:  # it is uninstalled, or its plugin failed, with a warning
-            return None
-        if self.registry.reasons_against(kernel, problem, settings):
-            return None
-        return self.candidate(result, [kernel], problem)
-
-    def inside(self, problem: Problem, edge: Problem, choice: Choice, settings: Settings) -> Choice:
+    def inside(
+        self, problem: Problem, edge: Problem, choice: Choice, able: list[Kernel[Any]]
+    ) -> Choice:
         """Return a bucket's choice for an M inside the bucket: the best candidate that beats BLAS
         at the measured M on both sides. If there is none, BLAS with its fastest config there."""
         if (
@@ -145,7 +132,7 @@ class Lookup:
         ahead = ranked_around(around) if len(around) == 2 or problem.extent in around else []
         results = {identity(result): result for result in record.candidates}
         for name in ahead:
-            candidate = self.able_candidate(results[name], problem, edge, settings)
+            candidate = self.candidate(results[name], able, problem)
             if candidate == choice.candidate:
                 return choice
             if candidate is not None:
@@ -153,11 +140,11 @@ class Lookup:
                 return replace(
                     choice, candidate=candidate, reason=f"{choice.reason}; the best at {measured}"
                 )
-        blas = self.registry.kernel(BASELINE)
-        if self.registry.reasons_against(blas, problem, settings):
+        blas = next((kernel for kernel in able if kernel.name == BASELINE), None)
+        if blas is None:
             return choice
         own = fastest_blas(around)
-        answer = self.able_candidate(results[own], problem, edge, settings) if own else None
+        answer = self.candidate(results[own], able, problem) if own else None
         if answer is None and choice.candidate.kernel.name == BASELINE:
             return choice
         answer = answer or Candidate(blas, blas.default_config(problem))

@@ -111,21 +111,15 @@ class Untried:
             return self._written[key][0]
         return Noted.from_json(self._notes(key.device).get(digest(key.to_json())))
 
-    def again(self, key: Problem, noted: Noted) -> frozenset[Able]:
-        """Return the kernels that a call tries again now."""
-        if not noted.kernels:
-            return frozenset()
-        now = toolchain.fingerprint()
-        self._toolchain = self._toolchain or now
-        here = key in self._written and self._written[key][1] == now
-        return noted.again(now, here)
-
     def left(self, key: Problem) -> tuple[frozenset[Able], frozenset[Able]]:
         """Return the kernels that a call leaves untried now, and those that it tries again."""
         noted = self.get(key)
-        if noted is None:
+        if noted is None or not noted.kernels:
             return frozenset(), frozenset()
-        again = self.again(key, noted)
+        now = toolchain.fingerprint()
+        self._toolchain = self._toolchain or now
+        here = key in self._written and self._written[key][1] == now
+        again = noted.again(now, here)
         return frozenset(noted.kernels) - again, again
 
     def watch(self) -> None:
