@@ -76,11 +76,8 @@ def _by_torch(rows: Tensor, group: int) -> tuple[Tensor, Tensor]:
     chunks = -(-k // group) if group else 1
     if not rows.numel():
         return rows.to(_E4M3), rows.new_empty((chunks, m), dtype=torch.float32).t()
-    width = group or k
-    padded = torch.nn.functional.pad(rows.float(), (0, chunks * width - k))
-    found: Any = quantize(padded.view(m * chunks, width), "fp8", group=0)
-    stored = found.stored.view(m, -1)[:, :k].contiguous()
-    return stored, found.scale.reshape(-1).expand(m * chunks).view(m, chunks).t().contiguous().t()
+    found: Any = quantize(rows, "fp8", group=group)
+    return found.stored, found.scale.reshape(m, chunks).t().contiguous().t()
 
 
 def _kernel(rows: Tensor, group: int) -> Any:

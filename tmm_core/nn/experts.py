@@ -260,9 +260,7 @@ class TransformersExperts(nn.Module):
 
     #: Round activations to 8-bit floats if the weights are 8-bit floats.
     rounds_activations = False
-
-    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        return forward(self, hidden_states, top_k_index, top_k_weights)
+    forward = forward
 
     @property
     def epilogue(self) -> str:

@@ -10,8 +10,6 @@ from torch import nn
 
 from tmm_core.nn import experts
 
-Tensor = torch.Tensor
-
 
 class Mxfp4Experts(nn.Module):
     """Experts in MXFP4 that replace a layer of Transformers with the same names and sizes.
@@ -27,6 +25,7 @@ class Mxfp4Experts(nn.Module):
     """
 
     has_gate, has_bias, is_transposed, is_concatenated = True, True, False, False
+    forward = experts.forward
 
     def __init__(self, layer: Any, device: Any = None) -> None:
         super().__init__()
@@ -50,9 +49,6 @@ class Mxfp4Experts(nn.Module):
             setattr(self, f"{name}_blocks", empty(count, n, k // 32, 16))
             setattr(self, f"{name}_scales", empty(count, n, k // 32))
             setattr(self, f"{name}_bias", empty(count, n, dtype=dtype))
-
-    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        return experts.forward(self, hidden_states, top_k_index, top_k_weights)
 
     def extra_repr(self) -> str:
         return f"num_experts={self.num_experts}, epilogue={experts.epilogue_of(self)!r}"

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from tmm_core import compat
+from tmm_core.nn.activation import interposed
 from tmm_core.nn.joint_storage import seen_alone, stack, stacked, whole
 from tmm_core.nn.linear import Linear
 from tmm_core.quantized import Quantized
@@ -147,11 +148,7 @@ def do_no_more(layers: Sequence[Any], x: Tensor) -> bool:
     """Whether calling the layers would only compute their products, so that one product can replace
     the calls."""
     for layer in layers:
-        if type(layer) is not Linear or layer._text:
-            return False
-        if layer._forward_hooks or layer._forward_pre_hooks or "forward" in layer.__dict__:
-            return False
-        if layer._backward_hooks or layer._backward_pre_hooks:
+        if type(layer) is not Linear or layer._text or interposed(layer):
             return False
         # Not through __getattr__, which would cost a microsecond here.
         weight: Any = layer._parameters.get("weight")

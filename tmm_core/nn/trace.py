@@ -177,7 +177,7 @@ class _Names:
             raise NotProvenError(f"its forward may depend on its input's {self._attribute}")
 
     def _scan(self, function: Any) -> None:
-        for code in _nested(_code_of(function)):
+        for code in nested(_code_of(function)):
             if code in self._seen:
                 continue
             self._seen.add(code)
@@ -249,8 +249,9 @@ def _is_pure(name: str, scope: dict[str, Any], targets: set[Any]) -> bool:
     return constant if found and not hasattr(torch.Tensor, name) else hasattr(torch.Tensor, name)
 
 
-def _nested(code: types.CodeType) -> Iterator[types.CodeType]:
+def nested(code: types.CodeType) -> Iterator[types.CodeType]:
+    """Yield the code, and that of the functions inside it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            yield from _nested(constant)
+            yield from nested(constant)

@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from tmm_core.epilogues import SPELLINGS
+from tmm_core.nn.trace import nested
 
 #: Torch's modules that multiply by weights without calling the layers that hold them.
 _MODULES: dict[type[nn.Module], str] = {
@@ -108,12 +109,10 @@ def _near(called: Any, forward: Any) -> bool:
 
 
 def _in_code(code: types.CodeType) -> Iterator[str]:
-    yield from code.co_names
-    if any(_is_product(step) for step in dis.get_instructions(code)):
-        yield "@"
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _in_code(constant)
+    for each in nested(code):
+        yield from each.co_names
+        if any(_is_product(step) for step in dis.get_instructions(each)):
+            yield "@"
 
 
 def _is_product(step: dis.Instruction) -> bool:
