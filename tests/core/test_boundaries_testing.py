@@ -46,11 +46,11 @@ def suite(kernel: FakeKernel, **fields: Any) -> Any:
 # -- kernels ------------------------------------------------------------------------------
 
 
-def test_the_first_problem_that_is_served_is_taken() -> None:
+def test_the_problems_that_are_served_are_taken() -> None:
     odd = suite(FakeKernel("k", against=lambda p: ["even"] if p.m % 2 == 0 else []))
-    assert odd._first_served([problem(m=m) for m in (2, 4, 5, 7)]).m == 5
+    assert [p.m for p in odd._served([problem(m=m) for m in (2, 4, 5, 7)])] == [5, 7]
     with pytest.raises(Skipped, match=r"^even$"):
-        odd._first_served([problem(m=2), problem(m=4)])
+        odd._served([problem(m=2), problem(m=4)])
     with pytest.raises(Skipped, match=r"^even$"):
         odd._check(problem(m=2))
 

@@ -16,7 +16,7 @@ import concurrent.futures as futures
 import copy
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -197,20 +197,13 @@ class KernelConformance(RaggedProblems):
 
     def test_every_tile(self) -> None:
         """Sizes of every alignment, and with every remainder in a tile."""
-        served = [p for p in self.sizes_of_tiles() if not self.kernel.reasons_against(p)]
-        if not served:
-            self._decline(self._probe())
-            pytest.skip("declines small sizes")
-        for probe in served:
+        for probe in self._served(self.sizes_of_tiles()):
             self._check(probe)
 
     def test_use_of_ragged(self) -> None:
         """Right in all further ways of use, for kernels that accept groups: groups of one row, all
         rows in one group, most groups empty, and rows gathered from more rows or from one."""
-        served = [p for p in self.ragged_in_use() if not self.kernel.reasons_against(p)]
-        if not served:
-            self._decline(next(iter(self.ragged_in_use())))
-        for problem in served:
+        for problem in self._served(self.ragged_in_use()):
             self._check(problem, "whole")
 
     def test_outputs(self, probe: Problem) -> None:
@@ -219,7 +212,7 @@ class KernelConformance(RaggedProblems):
 
     def test_configs_of_outputs(self) -> None:
         """The auxiliary outputs of every config are correct."""
-        self._check_search_space(self._first_served(list(self.probes_of_outputs())))
+        self._check_search_space(self._served(self.probes_of_outputs())[0])
 
     def test_ragged(self, ragged: Problem) -> None:
         """Groups along a dimension, for kernels that accept them: of equal and different sizes,
@@ -230,24 +223,22 @@ class KernelConformance(RaggedProblems):
 
     def test_configs(self) -> None:
         """Every config of the search space is correct."""
-        self._check_search_space(self._first_served(self.demanding()))
+        self._check_search_space(self._served(self.demanding())[0])
 
     def test_configs_of_scales(self) -> None:
         """Every config for 8-bit operands is correct, for kernels that accept them."""
-        self._check_search_space(self._first_served(self.demanding_scales()))
+        self._check_search_space(self._served(self.demanding_scales())[0])
 
     def test_configs_of_ragged(self) -> None:
         """Every config for ragged products is correct, along each dimension."""
-        served = [p for p in self.demanding_ragged() if not self.kernel.reasons_against(p)]
-        if not served:
-            self._decline(self.demanding_ragged()[0])
+        served = self._served(self.demanding_ragged())
         for problem in {problem.along: problem for problem in reversed(served)}.values():
             self._check_search_space(problem)
 
     def test_configs_are_well_formed(self) -> None:
         """Configs are hashable, equal after a round trip through JSON, which is how records store
         them, and reject unknown fields."""
-        problem = self._first_served(self.demanding())
+        problem = self._served(self.demanding())[0]
         kernel = self.kernel
         default = kernel.default_config(problem)
         assert default == kernel.default_config(problem), "two calls, two default configs"
@@ -262,7 +253,7 @@ class KernelConformance(RaggedProblems):
 
     def test_estimates(self) -> None:
         """Time is a positive number or unknown; scratch memory is not negative."""
-        problem = self._first_served(self.demanding())
+        problem = self._served(self.demanding())[0]
         for config in self._configs(problem):
             time = self.kernel.estimate_us(problem, config)
             assert time is None or (math.isfinite(time) and time > 0), f"{config}: {time} µs"
@@ -276,7 +267,7 @@ class KernelConformance(RaggedProblems):
         """Every config gives the same bits, run after run."""
         if not self.kernel.traits.deterministic:
             pytest.skip("claims no determinism")
-        problem = self._first_served(self.fine_grained())
+        problem = self._served(self.fine_grained())[0]
         tensors = _Tensors.of(problem, self._device())
         for config, launcher in self._bound(problem, self._configs(problem)):
             first = tensors.launch(launcher, tensors.out).clone()
@@ -292,7 +283,7 @@ class KernelConformance(RaggedProblems):
         """Configs that declare the same arithmetic give the same bits."""
         if not self.kernel.traits.batch_invariant:
             pytest.skip("claims no batch invariance")
-        problem = self._first_served(self.fine_grained())
+        problem = self._served(self.fine_grained())[0]
         tensors = _Tensors.of(problem, self._device())
         seen: dict[object, tuple[Config, torch.Tensor]] = {}
         compared = False
@@ -319,7 +310,7 @@ class KernelConformance(RaggedProblems):
         """With one config, the bits of a row do not depend on the number of rows."""
         if not self.kernel.traits.batch_invariant:
             pytest.skip("claims no batch invariance")
-        whole = self._first_served(self.fine_grained())
+        whole = self._served(self.fine_grained())[0]
         tensors, m = _Tensors.of(whole, self._device()), whole.m
         rows = [(0, 1), (0, 2), (0, 17), (0, m - 1)]
         if self._device().type == "cuda":
@@ -499,13 +490,11 @@ class KernelConformance(RaggedProblems):
         text = f"{self.kernel.name} is wrong on {problem_id(problem)}:\n{fault}{hint}"
         pytest.fail(text, pytrace=False)
 
-    def _first_served(self, probes: Sequence[Problem]) -> Problem:
-        """The first of these probes that the kernel does not decline."""
-        reasons: list[str] = []
-        for probe in probes:
-            if not (reasons := self.kernel.reasons_against(probe)):
-                return probe
-        pytest.skip("; ".join(reasons))
+    def _served(self, probes: Iterable[Problem]) -> list[Problem]:
+        """The probes that the kernel does not decline; skips the test if there is none."""
+        against = {probe: self.kernel.reasons_against(probe) for probe in probes}
+        served = [probe for probe, reasons in against.items() if not reasons]
+        return served or pytest.skip("; ".join(list(against.values())[-1]))
 
     def _configs(self, problem: Problem) -> list[Config]:
         """The default config, and :attr:`max_configs` of the search space."""

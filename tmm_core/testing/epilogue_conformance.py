@@ -25,7 +25,7 @@ from tmm_core.registry.registry import Registry
 from tmm_core.spec.device import interpreting
 from tmm_core.spec.epilogue import Epilogue
 from tmm_core.spec.hookspecs import hookimpl
-from tmm_core.testing.probe_problems import ProbeProblems
+from tmm_core.testing.probe_problems import Suite
 from tmm_core.verify import compare
 
 Tensor = torch.Tensor
@@ -34,7 +34,7 @@ Tensor = torch.Tensor
 _STEPS = (1e-3, 0.013, 0.11, 0.4, 0.9, 1.7, 3.1, 6.3, 11.7, 19.1, 37.3)
 
 
-class EpilogueConformance:
+class EpilogueConformance(Suite):
     """Checks ``epilogue`` against the specification in :class:`tmm_core.Epilogue`.
 
     Attributes:
@@ -47,7 +47,6 @@ class EpilogueConformance:
     epilogue: ClassVar[Epilogue]
     points: ClassVar[tuple[float, ...]] = (*(-step for step in reversed(_STEPS)), *_STEPS)
     slack: ClassVar[float] = 1.0
-    device: ClassVar[str | None] = None
 
     def test_it_goes_by_its_name(self) -> None:
         """A plugin can register it; its name, its parameters and its key then all find it."""
@@ -210,7 +209,7 @@ class EpilogueConformance:
             function: From :func:`tmm_core.triton.device_function` and similar functions.
             pair: It returns two values, like the derivative of a gated epilogue.
         """
-        device = ProbeProblems._device() if self.device is None else torch.device(self.device)
+        device = self._device()
         if device.type != "cuda" and not interpreting():
             pytest.skip("needs a GPU, or TRITON_INTERPRET=1 before Triton is imported")
         from tmm_core.triton import pointwise

@@ -25,7 +25,7 @@ from tmm_core.formats import Format, grids
 from tmm_core.spec.device import fingerprint, interpreting
 from tmm_core.spec.operand import Operand
 from tmm_core.spec.problem import Problem
-from tmm_core.testing.probe_problems import contiguous, stored
+from tmm_core.testing.probe_problems import Suite, contiguous, stored
 from tmm_core.verify import compare, random_inputs
 from tmm_core.verify.guard_bands import same_bits
 
@@ -35,19 +35,17 @@ Tensor = torch.Tensor
 SIZES = ((5, 40, 72), (1, 24, 40), (19, 33, 57))
 
 
-class FormatConformance:
+class FormatConformance(Suite):
     """Checks ``format`` against the spec in :mod:`tmm_core.formats` and an fp64 reference of the
     whole product, by BLAS and by every kernel that serves it on this device.
 
     Attributes:
         format: The format.
-        device: ``"cuda"`` or ``"cpu"``; by default a GPU if there is one and Triton's interpreter
-            is not enabled.
+        device: As in :class:`tmm_core.testing.KernelConformance`.
         dtypes: Dtypes of the other operand, which is plain.
     """
 
     format: ClassVar[Format]
-    device: ClassVar[str | None] = None
     dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.bfloat16, torch.float16)
 
     @pytest.fixture(autouse=True)
@@ -121,7 +119,7 @@ class FormatConformance:
                 continue
             problem = self._problem(dtype, Scale(block, scale), m, n, k)
             problem = contiguous(replace(problem, epilogue=parse(epilogue or "identity")))
-            inputs = random_inputs.make(problem, torch.device(self._device()))
+            inputs = random_inputs.make(problem, self._device())
             expected = compare.expected(problem, inputs).numbers
             for kernel in dispatch.default_dispatcher().registry.kernels():
                 if kernel.reasons_against(problem):
@@ -132,7 +130,7 @@ class FormatConformance:
                 assert error <= limit, f"{kernel.name}: {error} for {problem}"
                 served.append(kernel.name)
         assert "blas" in served
-        if self.format.decode is not None and (interpreting() or self._device() == "cuda"):
+        if self.format.decode is not None and (interpreting() or self._device().type == "cuda"):
             assert len(set(served)) > 1, "no kernel uses its device function"
 
     def test_its_problems_are_read_back(self) -> None:
@@ -186,10 +184,6 @@ class FormatConformance:
 
     # -- what the tests share ----------------------------------------------------------
 
-    def _device(self) -> str:
-        usual = "cuda" if torch.cuda.is_available() and not interpreting() else "cpu"
-        return self.device or usual
-
     def _codes(self, dtype: torch.dtype) -> Tensor:
         """Every code of a finite number, of a dtype of 8 bits."""
         count = 1 << self.format.bits
@@ -204,7 +198,7 @@ class FormatConformance:
         return -(-k // form.pack) * form.pack
 
     def _problem(self, dtype: torch.dtype, scale: Scale, m: int, n: int, k: int) -> Problem:
-        operand, device = Operand(dtype), fingerprint(torch.device(self._device()))
+        operand, device = Operand(dtype), fingerprint(self._device())
         k = self._k(k, scale.block)
         plain = Problem(m, n, k, operand, operand, operand, device)
         return contiguous(stored(plain, self.format, scale))

@@ -129,13 +129,32 @@ def stored(plain: Problem, form: Format, scale: Scale | None = None) -> Problem:
     return whole_k(replace(plain, b=weight))
 
 
-class ProbeProblems:
+class Suite:
+    """A conformance suite.
+
+    Attributes:
+        device: ``"cuda"`` or ``"cpu"``; by default a GPU if there is one and Triton's interpreter
+            is not enabled.
+    """
+
+    device: ClassVar[str | None] = None
+
+    @classmethod
+    def _device(cls) -> torch.device:
+        kind = cls.device
+        if kind is None:
+            kind = "cuda" if torch.cuda.is_available() and not interpreting() else "cpu"
+        if kind == "cuda":
+            return torch.device("cuda", torch.cuda.current_device())
+        return torch.device(kind)
+
+
+class ProbeProblems(Suite):
     """The problems of a conformance suite; subclasses set the attributes.
 
     Attributes: See :class:`tmm_core.testing.KernelConformance`.
     """
 
-    device: ClassVar[str | None] = None
     dtypes: ClassVar[Sequence[torch.dtype]] = (torch.float16, torch.bfloat16, torch.float32)
     sizes: ClassVar[Sequence[tuple[int, int, int]] | None] = None
     size: ClassVar[tuple[int, int, int] | None] = None
@@ -397,15 +416,6 @@ class ProbeProblems:
     def _odd(self) -> dict[str, Any]:
         """Sizes that no block divides."""
         return {name: max(1, size - 3) for name, size in zip("mnk", self._size(), strict=True)}
-
-    @classmethod
-    def _device(cls) -> torch.device:
-        kind = cls.device
-        if kind is None:
-            kind = "cuda" if torch.cuda.is_available() and not interpreting() else "cpu"
-        if kind == "cuda":
-            return torch.device("cuda", torch.cuda.current_device())
-        return torch.device(kind)
 
     @classmethod
     def _size(cls) -> tuple[int, int, int]:
