@@ -5,6 +5,7 @@ from __future__ import annotations
 from mutant import Mutant
 
 CONVERT = "tests/core/test_convert.py"
+SHARED = "tests/core/test_shared_input.py"
 JOINT = "tests/core/test_projections.py"
 NN = "tests/core/test_nn.py"
 PASS = "tests/core/test_inductor.py"
@@ -247,4 +248,31 @@ CONVERTED = [
     Mutant("merge-inference", "nn/joint_storage.py", "if len({t.is_inference() for t in parts}) > 1:",
            "if False:", "a weight of inference mode breaks the one beside it",
            ("tests/core/test_nn.py::test_one_weight_of_inference_mode_stays_apart",)),
+    Mutant("shared-input-of-many-rows", "interop/shared_input.py",
+           "if None in sizes or not 0 < math.prod(sizes) <= MOST_ROWS:", "if None in sizes:",
+           "large products share the GPU and take longer",
+           (f"{SHARED}::test_the_limit_of_rows",)),
+    Mutant("shared-input-of-computed-weights", "interop/shared_input.py",
+           "if node.target not in MOVED:", "if False:",
+           "a product moves before the operators that compute its weight",
+           (f"{SHARED}::test_other_products_stay_apart",)),
+    Mutant("shared-input-of-torchs-products", "interop/shared_input.py",
+           "if len(products) > 1 and any(each.is_ours for each in products):",
+           "if len(products) > 1:", "products that BLAS computes pass through tmm",
+           (f"{SHARED}::test_products_that_blas_answers_stay_torchs",)),
+    Mutant("shared-input-tuned-in-the-call", "interop/inductor.py",
+           'or self.when == "always" or _is_decided(p.node)]', "or True]",
+           "a compiled call tunes a product that torch computed before",
+           (f"{SHARED}::test_records_decide",)),
+    Mutant("stream-that-does-not-wait", "interop/concurrent_operator.py",
+           "            stream.wait_event(ready)\n", "",
+           "a product reads its input before it is computed",
+           (f"{SHARED}::test_each_further_stream_waits_and_is_waited_for",)),
+    Mutant("stream-that-nothing-waits-for", "interop/concurrent_operator.py",
+           "            here.wait_event(event)\n", "            pass\n",
+           "a result is read before it is computed",
+           (f"{SHARED}::test_each_further_stream_waits_and_is_waited_for",)),
+    Mutant("epilogues-by-the-registry", "epilogues/__init__.py",
+           "INTERNED.update(BUILTIN)", "", "the first compiled call of a process breaks its graph",
+           (f"{SHARED}::test_built_in_epilogues_are_known_without_the_registry",)),
 ]  # fmt: skip
