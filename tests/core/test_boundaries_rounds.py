@@ -767,7 +767,7 @@ def test_a_launch_returns_the_out_it_was_given(out: Any, accepted: bool) -> None
     if not accepted:
         expected = pytest.raises(WrongError, match="something else than the out it was given")
     with expected:
-        checks._launch(data.sets()[0], out=0)
+        checks._launch(data.sets()[0], into=data.out(0))
 
 
 @pytest.mark.parametrize("kind", [GeneratorExit, StopIteration])

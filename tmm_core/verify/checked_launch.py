@@ -92,7 +92,6 @@ class CheckedLauncher:
         self,
         of: InputSet,
         *,
-        out: int | None = None,
         into: GuardedTensor | None = None,
         held: Iterable[Tensor] = (),
         mode: Mode = "grad mode",
@@ -104,9 +103,8 @@ class CheckedLauncher:
         """Launch, and check everything but the values.
 
         Args:
-            out: The number of the data's output to write to. By default the launcher allocates its
-                result, or writes to the first output if it never allocates.
-            into: The output to write to, with its present contents.
+            into: The output to write to, with its present contents. By default the launcher
+                allocates its result, or writes to the data's first output if it never allocates.
             held: Results that are in use.
             inputs: Arguments that replace the set's.
             nonfinite: The inputs contain NaN and Inf.
@@ -115,8 +113,8 @@ class CheckedLauncher:
                 process's state is not compared.
         """
         given, launcher = inputs or of.inputs, self._launcher
-        if into is None and (out is not None or not self._data.allocates):
-            into = self._data.out(out or 0)
+        if into is None and not self._data.allocates:
+            into = self._data.out(0)
         # A view: a launch may resize the tensor that it gets, and others need this output.
         tensor = None if into is None else into.tensor.detach()
         launch_form = form or (lambda: given.launch(launcher, tensor))

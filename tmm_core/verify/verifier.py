@@ -200,10 +200,10 @@ class _Checks(WaysOfUse):
         of, errors, same = self._data.sets()[0], [], []
         # A launcher that returns buffers of a ring fails once more results are held than it has.
         held, room = [first], self._data.limit // 32
-        out = None if self._data.allocates else 1
         for made in range(1, repeats + 1):
-            result = self._launch(of, out=out, held=held, repeated=True, mode="no_grad")
-            if out is None and (room := room - result.untyped_storage().nbytes()) > 0:
+            into = None if self._data.allocates else self._data.out(1)
+            result = self._launch(of, into=into, held=held, repeated=True, mode="no_grad")
+            if into is None and (room := room - result.untyped_storage().nbytes()) > 0:
                 held.append(result)
             if self._deterministic and not self._baseline:
                 same.append(same_bits(result, first))
@@ -222,9 +222,9 @@ class _Checks(WaysOfUse):
 
     def _given_outputs(self, count: int) -> None:
         """Launch into ``count`` outputs, one for each set of inputs."""
-        sets = list(enumerate(self._data.sets()[:count]))
-        given = [self._launch(of, out=which, mode="inference mode") for which, of in sets]
-        for (_, of), result in zip(sets, given, strict=True):
+        sets, out = self._data.sets()[:count], self._data.out
+        given = [self._launch(of, into=out(n), mode="inference mode") for n, of in enumerate(sets)]
+        for of, result in zip(sets, given, strict=True):
             self._compare(of, result, " of the out it was given")
         if not all(self._data.outs_intact(count)):
             raise WrongError("it wrote outside the out it was given")

@@ -97,14 +97,17 @@ class WaysOfUse(CheckedLauncher):
         same = problem.a.dtype == problem.b.dtype == problem.out.dtype
         if same and problem.a.dtype in (torch.float16, torch.bfloat16):
             self._compare(of, self._launch(of, mode="autocast"), ", under autocast")
-            self._compare(of, self._launch(of, out=0, mode="autocast"), " of its out, in autocast")
+            into = self._data.out(0)
+            result = self._launch(of, into=into, mode="autocast")
+            self._compare(of, result, " of its out, in autocast")
             both: Mode = "autocast in inference mode"
             self._compare(of, self._launch(of, mode=both), f", under {both}")
             self._check_released()
             yield ()
         modes: list[Mode] = ["grad mode", "no_grad"]
         for mode in modes:
-            self._compare(of, self._launch(of, out=0, mode=mode), f" of its out, under {mode}")
+            result = self._launch(of, into=self._data.out(0), mode=mode)
+            self._compare(of, result, f" of its out, under {mode}")
             yield ()
         if self.called:
             result = self._launch(of, mode="inference mode")
