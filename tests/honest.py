@@ -136,8 +136,12 @@ class Honest:
         return wide + acc.float()
 
     def result(self, inputs: Inputs) -> Tensor:
-        how = self.how
-        y: Tensor = self.module.reference(self.problem, inputs)  # type: ignore[attr-defined]
+        how, problem, module, every = self.how, self.problem, self.module, slice(None)
+        y: Tensor = compare.zeros(
+            problem, every, every, compare._wide(problem.out.dtype), inputs.a.device
+        )
+        for at, piece in module.pieces(problem, inputs, every, every, compare.ROOM):  # type: ignore[attr-defined]
+            y[at] = piece.y.to(y.dtype)
         if how.fast and y.is_floating_point():
             noise = 2 * torch.frac(y.double().nan_to_num(0, 0, 0) * 1e6).abs() - 1
             y = torch.where(y.isfinite(), y * (1 + how.fast * noise).to(y.dtype), y)

@@ -243,26 +243,22 @@ class Lookup:
         Raises:
             CacheMissError: A record is required.
         """
+        bucket = f"{key.along.upper()}={key.extent}"
         if self.store.locked:
-            raise CacheMissError(self._locked_miss(problem, key))
+            raise CacheMissError(
+                f"no locked record for {problem} (bucket {bucket}) in {self.store.lock_path} fits "
+                f"this GPU, its software and the kernels that are installed; tune, and run "
+                f"`tmm-cache freeze` again"
+            )
         if settings.on_cache_miss == "error":
             mode, under = "", ""
             if problem.batch_invariant:
                 mode, under = " in batch-invariant mode", " under TMM_BATCH_INVARIANT=1"
             raise CacheMissError(
-                f"no tuned record for {problem}{mode} (bucket {key.along.upper()}={key.extent}) in "
-                f"{self.store.root} and on_cache_miss='error'; run `tmm tune` for it{under} or "
-                f"allow 'tune' or 'heuristic'"
+                f"no tuned record for {problem}{mode} (bucket {bucket}) in {self.store.root} and "
+                f"on_cache_miss='error'; run `tmm tune` for it{under} or allow 'tune' or "
+                f"'heuristic'"
             )
-
-    def _locked_miss(self, problem: Problem, key: Problem) -> str:
-        """Explain a miss in a locked store."""
-        bucket = f"{key.along.upper()}={key.extent}"
-        return (
-            f"no locked record for {problem} (bucket {bucket}) in {self.store.lock_path} fits this "
-            f"GPU, its software and the kernels that are installed; tune, and run "
-            f"`tmm-cache freeze` again"
-        )
 
     def warn_of(
         self, kernel: Kernel[Any], message: str, error: BaseException | None = None

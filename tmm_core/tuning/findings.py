@@ -23,17 +23,11 @@ GRAVEST: tuple[Cause, ...] = get_args(Cause)
 #: Exceptions of Triton that mean that a config does not fit, by name.
 _DOES_NOT_FIT = ("OutOfResources",)
 
+#: Maximum characters of a reason in a warning.
+_SHOWN = 400
+
 #: The reason of this process's warning about its environment; empty before that.
 _warned: set[str] = set()
-
-
-@dataclass(frozen=True, slots=True)
-class Fault:
-    """A fault of a kernel's own code."""
-
-    kernel: str
-    #: The reason, with the file and line that raised.
-    reason: str
 
 
 @dataclass(eq=False)
@@ -45,8 +39,9 @@ class Findings:
     left: dict[Able, Left] = field(default_factory=dict)
     #: The untried kernels that were set aside, with a warning.
     reported: set[Able] = field(default_factory=set)
-    #: Faults by the kernels' sources, which warnings name.
-    faults: dict[Any, list[Fault]] = field(default_factory=dict)
+    #: Faults of kernels' own code, by the kernels' sources, which warnings name: the kernel, and
+    #: the reason with the file and line that raised.
+    faults: dict[Any, list[tuple[str, str]]] = field(default_factory=dict)
     #: Whether the record's winner was verified in every way of use.
     verified: bool = False
 
@@ -61,8 +56,7 @@ class Findings:
     def blame(self, kernel: Kernel[Any], reason: str, raised: BaseException | None = None) -> None:
         """Note a fault of a kernel's own code."""
         source = kernel.source if isinstance(kernel, CheckedKernel) else Source(kernel.name)
-        fault = Fault(kernel.name, placed(kernel, reason, raised))
-        self.faults.setdefault(source, []).append(fault)
+        self.faults.setdefault(source, []).append((kernel.name, placed(kernel, reason, raised)))
 
     def report(self, about: object) -> None:
         """Issue one warning about the environment and one per distribution, once per process.
@@ -73,8 +67,8 @@ class Findings:
         left = {name: why for name, why in self.left.items() if name not in self.reported}
         warn_of_environment(left, about)
         for source, faults in self.faults.items():
-            first = faults[0]
-            message = f"kernel {first.kernel} failed in tuning {about}: {first.reason}"
+            name, reason = faults[0]
+            message = f"kernel {name} failed in tuning {about}: {reason}"
             warn_of_plugin(source, message, more=len(faults) - 1)
 
 
@@ -106,15 +100,11 @@ def warn_of_environment(
     _warned.add(broken[first].reason)
     names = sorted({name for name, _ in broken})
     more = f" and {len(names) - 1} more kernels" if len(names) > 1 else ""
+    reason = " ".join(broken[first].reason.split())
+    reason = reason if len(reason) <= _SHOWN else f"{reason[:_SHOWN]}…"
     once = "later" if broken[first].cause == "passing" else "when the toolchain changes"
     warn(
         f"this machine kept tmm from trying kernel {first[0]}{more} for {about}: "
-        f"{_shortened(broken[first].reason)}. Others answer, and it is tried again {once}. "
+        f"{reason}. Others answer, and it is tried again {once}. "
         f"Run `tmm doctor`, then `tmm tune`"
     )
-
-
-def _shortened(reason: str, most: int = 400) -> str:
-    """A reason in one line."""
-    text = " ".join(reason.split())
-    return text if len(text) <= most else f"{text[:most]}…"
