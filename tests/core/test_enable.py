@@ -23,7 +23,7 @@ from torch import nn
 
 import tmm_core
 from tmm_core import Problem, dispatch
-from tmm_core.interop import aten, aten_answers, aten_report, host_bound
+from tmm_core.interop import aten, aten_answers, aten_calls, aten_report, host_bound
 from tmm_core.launch import nesting
 from tmm_core.spec.device import fingerprint
 
@@ -177,6 +177,56 @@ def test_an_alpha_of_zero_is_torchs(sums: Sums, name: str, alpha: float) -> None
             y = function(*given, alpha=alpha)
             assert torch.equal(y.nan_to_num(7), expected.nan_to_num(7))
         assert sums.launched == launched > 0
+
+
+V, A57, A73 = torch.ones(7), torch.ones(5, 7), torch.ones(7, 3)
+INT8, BOOL, NO_ROW = torch.int8, torch.bool, torch.ones(5, 0)
+REFUSED: dict[str, Callable[[], Tensor]] = {
+    "mm of a vector": lambda: torch.mm(A57, V),
+    "mm of vectors": lambda: torch.mm(V, V),
+    "mm of a number": lambda: torch.mm(A57, torch.ones(())),
+    "mm into out": lambda: torch.mm(A57, V, out=torch.empty(5)),
+    "bmm": lambda: torch.bmm(A57[None], V),
+    "addmm": lambda: torch.addmm(V, A57, V),
+    "addmm into out": lambda: torch.addmm(V, A57, V, out=torch.empty(5)),
+    "_grouped_mm": lambda: torch._grouped_mm(
+        V.bfloat16(), A73.bfloat16(), offs=torch.ones(1).int()
+    ),
+    "alpha beyond fp32": lambda: torch.addmm(torch.ones(3), A57, A73, alpha=1e300),
+    "float beta of int8": lambda: torch.addmm(
+        torch.ones((), dtype=INT8), NO_ROW.to(INT8), NO_ROW.mT.to(INT8), beta=1.0
+    ),
+    "complex beta": lambda: torch.addmm(torch.ones(()), NO_ROW, NO_ROW.mT, beta=1 + 0j),
+}
+
+
+@pytest.mark.parametrize("call", REFUSED)
+def test_what_torch_refuses_raises_torchs_error(sums: Sums, call: str) -> None:
+    with pytest.raises((RuntimeError, IndexError, ValueError)) as wanted:
+        REFUSED[call]()
+    with enable():
+        for _ in range(2):
+            with pytest.raises(wanted.type) as found:
+                REFUSED[call]()
+            assert str(found.value).splitlines()[0] == str(wanted.value).splitlines()[0]
+    assert not sums.launched
+
+
+def test_a_beta_of_another_type_is_passed_on(sums: Sums) -> None:
+    """Torch multiplies bools by True, and refuses to multiply them by 1."""
+    given = torch.ones(1).bool(), NO_ROW.bool(), NO_ROW.mT.bool()
+    with enable():
+        for _ in range(2):
+            assert torch.addmm(*given, beta=True, alpha=1.0).all()
+
+
+def test_scaled_vectors_are_torchs() -> None:
+    """Torch's own kernel runs on some CPUs only."""
+    a8, scale = torch.ones(16).to(torch.float8_e4m3fn), torch.ones(1)
+    rows = torch.ones(16, 1)
+    given = {"out_dtype": torch.bfloat16}
+    assert aten_calls.scaled_call(a8, a8, scale, scale, **given) is None
+    assert aten_calls.scaled_call(a8[None], a8, rows, rows, **given) is None
 
 
 def test_what_tmm_does_not_express_is_torchs(sums: Sums) -> None:

@@ -21,6 +21,8 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 #: The smallest magnitude of an alpha that tmm answers. BLAS does not read the product if alpha is 0
 #: in fp32, so that NaN and Inf in it do not count. A kernel multiplies them.
 LEAST_ALPHA = torch.finfo(torch.float32).tiny
+#: The largest magnitude of an alpha that tmm answers: torch refuses numbers beyond fp32.
+MOST_ALPHA = torch.finfo(torch.float32).max
 EIGHT_BIT = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
@@ -33,9 +35,9 @@ def plain_call(offset: int, a: Tensor, b: Tensor, out: Tensor | None = None) -> 
     one_device = all(t.device == a.device for t in (b, out) if t is not None)
     if offset or a.dtype not in DTYPES or a.dtype != b.dtype or not one_device:
         return None
+    if a.dim() < 2 or a.dim() != b.dim() or a.shape[:-2] != b.shape[:-2]:
+        return None  # torch broadcasts no batch
     if 0 in a.shape or 0 in b.shape or a.shape[-1] != b.shape[-2]:
-        return None
-    if a.dim() != b.dim() or a.shape[:-2] != b.shape[:-2]:  # torch broadcasts no batch
         return None
     if out is not None:
         shape = (*a.shape[:-1], b.shape[-1])
@@ -52,7 +54,7 @@ def call_with_summand(
     bias."""
     call = plain_call(offset, a, b, out)
     real = isinstance(alpha, (int, float)) and not isinstance(alpha, bool)
-    if call is None or not real or not abs(alpha) >= LEAST_ALPHA:
+    if call is None or not real or not LEAST_ALPHA <= abs(alpha) <= MOST_ALPHA:
         return None, None, False
     if c.dtype != a.dtype or c.device != a.device:
         return None, None, False
@@ -74,7 +76,11 @@ def scaled_call(
 ) -> Arguments | None:
     """Convert a call of ``_scaled_mm`` with scales per tensor, or per row and column."""
     wide = out_dtype in DTYPES and scale_result is None
-    if not wide or a.dtype not in EIGHT_BIT or b.dtype not in EIGHT_BIT:
+    if (
+        not (wide and a.dim() == b.dim() == 2)
+        or a.dtype not in EIGHT_BIT
+        or b.dtype not in EIGHT_BIT
+    ):
         return None
     if {scale_a.dtype, scale_b.dtype} != {torch.float32}:
         return None
@@ -105,7 +111,7 @@ def grouped_call(
 ) -> GroupedArguments | None:
     """Convert a call of ``_grouped_mm`` with ragged groups. Torch takes no bias and no other dtype
     of the result, and only rows or columns that start at multiples of 16 bytes."""
-    if offs is None or a.dtype not in DTYPES or a.dtype != b.dtype:
+    if offs is None or a.dtype not in DTYPES or a.dtype != b.dtype or a.dim() < 2 or b.dim() < 2:
         return None
     if bias is not None or out_dtype not in (None, a.dtype):
         return None

@@ -24,6 +24,7 @@ from tmm_core import compat
 from tmm_core.interop.aten_answers import INSIDE, THROUGH, Operator, answers, through
 from tmm_core.interop.aten_calls import (
     LEAST_ALPHA,
+    MOST_ALPHA,
     call_with_summand,
     grouped_call,
     grouped_launch,
@@ -47,6 +48,7 @@ _NAMES: dict[str, Any] = {
     "overridden": overridden, "deterministic": deterministic, "fp32_precision": fp32_precision,
     "float32": torch.float32, "ranges_meet": ranges_meet, "plain_call": plain_call,
     "call_with_summand": call_with_summand, "LEAST_ALPHA": LEAST_ALPHA,
+    "MOST_ALPHA": MOST_ALPHA,
 }  # fmt: skip
 
 
@@ -83,11 +85,11 @@ def _statements(others: tuple[str, ...]) -> Iterator[str]:
     terms = "None, None"
     if summed:
         whole = f"torchs(keys, c, a, b, beta=beta, alpha=alpha{out})"
-        # Keyword arguments take longer to pass on.
+        # Keyword arguments take longer to pass on. A 1 of another type may make torch refuse.
         one = f"torchs(keys, c, a, b{out})"
-        passed = f"{one} if alpha == 1 else torchs(keys, c, a, b, alpha=alpha{out})"
+        passed = f"{one} if alpha == 1 and type(alpha) is type(beta) is int else {whole}"
         unlike, scale = " or beta != 1", "float(alpha)"
-        alpha = "alpha == 1 or abs(alpha) >= LEAST_ALPHA and type(alpha), "
+        alpha = "alpha == 1 or LEAST_ALPHA <= abs(alpha) <= MOST_ALPHA and type(alpha), "
         call = f"*call_with_summand(aligned, a, b, c, alpha{out})"
         terms = "*((c, None) if plan.as_bias else (None, c))"
     apart = [f"not ranges_meet(out, {t})" for t in tensors if t != "out" and has_out]

@@ -18,7 +18,7 @@ import torch
 from torch.fx import Node
 
 from tmm_core.epilogues import GATED_BY
-from tmm_core.interop.aten_calls import LEAST_ALPHA
+from tmm_core.interop.aten_calls import LEAST_ALPHA, MOST_ALPHA
 
 aten, convert = torch.ops.aten, torch.ops.prims.convert_element_type.default
 
@@ -357,7 +357,7 @@ def terms_of(product: Node) -> tuple[Node, Node, Node | None, Node | None, float
     alpha: Any = product.kwargs.get("alpha", 1)
     if product.kwargs.get("beta", 1) != 1 or not isinstance(alpha, (int, float)):
         return None
-    if not abs(alpha) >= LEAST_ALPHA:
+    if not LEAST_ALPHA <= abs(alpha) <= MOST_ALPHA:
         return None
     bias, residual = _summand_of(product)
     a, b = product.args[-2:] if product.target is not aten.addmm.default else product.args[1:3]
