@@ -15,7 +15,6 @@ import torch
 from torch.fx import Node
 
 from tmm_core.interop import concurrent_operator, operator
-from tmm_core.interop.aten_calls import DTYPES
 from tmm_core.interop.concurrent_operator import MOST_ROWS, OWN, SHARED
 from tmm_core.interop.constants import TURNS, added
 from tmm_core.interop.tails import MATRIX_PRODUCTS, RESHAPES, convert, is_product, terms_of
@@ -75,11 +74,7 @@ def _call_of(node: Node) -> Arguments | None:
     if node.target is operator.matmul:
         return Arguments(*node.args, **node.kwargs)  # type: ignore[arg-type]  # nodes stand for tensors
     terms = terms_of(node) if is_product(node, MATRIX_PRODUCTS) else None
-    if terms is None or node.meta["val"].dtype not in DTYPES:
-        return None
-    call: Any = Arguments(*terms)  # type: ignore[arg-type]  # nodes stand for tensors
-    dtypes = {t.meta["val"].dtype for t in (call.a, *_own(call))}
-    return call if dtypes == {node.meta["val"].dtype} else None
+    return None if terms is None else Arguments(*terms)  # type: ignore[arg-type]
 
 
 def _is_member(node: Node, call: Any) -> bool:
