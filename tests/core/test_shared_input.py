@@ -82,6 +82,19 @@ def test_gate_and_up_become_one_call() -> None:
     assert [set(each) for each in joined_in(model, x, gate, up)] == [{"silu", ""}]
 
 
+@torch.no_grad()
+def test_under_autocast() -> None:
+    """Each layer converts and reshapes the input for itself."""
+    x, seen = torch.randn(2, 3, K), Noted()
+    q, k = nn.Linear(K, 32), nn.Linear(K, 16)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = passed(lambda x: torch.cat((q(x), k(x)), -1), x, seen=seen)
+    assert seen.joined == [["", ""]]
+    weight, bias = (torch.cat((getattr(q, each), getattr(k, each))) for each in ("weight", "bias"))
+    exact = F.linear(*(t.bfloat16().double() for t in (x, weight, bias)))
+    torch.testing.assert_close(y.double(), exact, rtol=1e-2, atol=1e-2)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_weights_that_the_graph_converts(dtype: torch.dtype) -> None:
     x, (q, k) = torch.randn(ROWS, K, dtype=dtype), weights(32, 16)
@@ -111,6 +124,7 @@ def test_quantised_weights(monkeypatch: pytest.MonkeyPatch) -> None:
 APART = {
     "many rows": lambda x, q, k: (x.repeat(11, 1) @ q.t())[:, :16] + x.repeat(11, 1) @ k.t(),
     "two inputs": lambda x, q, k: torch.cat((x @ q.t(), (x + 1) @ k.t()), 1),
+    "two parts of an input": lambda x, q, k: torch.cat((x[:3] @ q.t(), x[3:] @ k.t()), 1),
     "a weight that is computed": lambda x, q, k: torch.cat((x @ q.t(), x @ torch.sin(k).t()), 1),
     "a weight that is a product": lambda x, q, k: x @ q[:16].t() + x @ (k @ q.t() @ q).t(),
     "a residual of the other": lambda x, q, k: x @ q[:16].t() + torch.sin(x @ k.t()),

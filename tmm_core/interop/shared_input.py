@@ -95,10 +95,13 @@ def _own(call: Arguments) -> list[Node]:
 
 def _shared(call: Arguments) -> tuple[str, ...]:
     """A key that two calls have in common if they differ in :data:`OWN` only. A graph may reshape
-    one tensor for each product."""
+    and convert one tensor for each product."""
     a: Any = call.a
-    source = f"{a.target}{a.args}" if a.target in RESHAPES else a.name
-    return source, *(str(getattr(call, name)) for name in SHARED if name != "a")
+    steps = []
+    while a.target in MOVED:
+        steps.append(f"{a.target}{a.args[1:]}{a.kwargs}")
+        a = a.args[0]
+    return a.name, *steps, *(str(getattr(call, name)) for name in SHARED if name != "a")
 
 
 def _sources(nodes: list[Node]) -> set[Node] | None:
