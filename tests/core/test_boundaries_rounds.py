@@ -30,9 +30,10 @@ from tmm_core.verify import (
     two_threads,
     ways_of_use,
 )
-from tmm_core.verify.checked_launch import CheckedLauncher, WrongError
+from tmm_core.verify.checked_launch import CheckedLauncher
 from tmm_core.verify.compare import Sample
 from tmm_core.verify.data_sets import DataSets, Expected
+from tmm_core.verify.forms import WrongError
 from tmm_core.verify.further_inputs import Plan, Round
 from tmm_core.verify.ragged_inputs import Inputs, Rows
 from tmm_core.verify.random_inputs import Recipe
@@ -584,7 +585,7 @@ def test_results_of_n_d_operands_have_the_shape_of_the_call() -> None:
     y = torch.zeros(2, 3, 8)
     assert forms.flattened(y, (2, 3, 8), instance).shape == (6, 8)
     for wrong in (y.view(6, 8), y.view(3, 2, 8), None):
-        with pytest.raises(forms.ShapeError, match=r"for N-D operands it returned shape \("):
+        with pytest.raises(forms.WrongError, match=r"for N-D operands it returned shape \("):
             forms.flattened(wrong, (2, 3, 8), instance)
 
 
@@ -705,7 +706,7 @@ def _inference(right: Any) -> torch.Tensor:
 
 
 def _shaped(right: Any) -> torch.Tensor:
-    raise forms.ShapeError("another shape")
+    raise forms.WrongError("another shape")
 
 
 @pytest.mark.parametrize(

@@ -39,9 +39,10 @@ from tmm_core.verify import (
     random_inputs,
     ways_of_use,
 )
-from tmm_core.verify.checked_launch import CheckedLauncher, WrongError
+from tmm_core.verify.checked_launch import CheckedLauncher
 from tmm_core.verify.compare import Sample, error, expected, rms, tolerance
 from tmm_core.verify.data_sets import DataSets, Expected, default_limit
+from tmm_core.verify.forms import WrongError
 from tmm_core.verify.guard_bands import MemoryLayout, memory_layout
 from tmm_core.verify.ragged_inputs import Inputs, Rows
 

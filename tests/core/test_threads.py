@@ -78,7 +78,7 @@ def test_no_thread_is_started_while_the_interpreter_ends(monkeypatch: pytest.Mon
         Verifier(half(), torch.device("cpu")),
         FakeKernel("k").bind(half(), FakeConfig()),
     )
-    assert two_threads.launch_together(data, launcher, "free", 1) is None
+    assert two_threads.launch_together(data, launcher, "free", 1) == []
     with watch.watched(lambda: "a query"):
         assert watch._thread is None
     monkeypatch.setattr(compile_pool, "_compiles", lambda kernel: True)

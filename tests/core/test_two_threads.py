@@ -201,7 +201,7 @@ def test_a_machine_without_threads_is_distinguished_from_other_faults(
     monkeypatch.setattr(two_threads.Launches, "start", starting)
     launcher = FakeKernel("k").bind(half(), FakeConfig())
     if isinstance(error, RuntimeError):
-        assert launch_together(Verifier(half(), CPU), launcher, "lines", 4) is None
+        assert launch_together(Verifier(half(), CPU), launcher, "lines", 4) == []
     else:
         with pytest.raises(MemoryError):
             launch_together(Verifier(half(), CPU), launcher, "lines", 4)

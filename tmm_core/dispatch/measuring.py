@@ -163,13 +163,9 @@ class Measuring(Lookup):
 
         def tuned() -> Steps[TuningRecord]:
             new = self.missing(key, able, kept, resume)
-            options: dict[str, Any] = {
-                "hints": hints,
-                "new": new,
-                "findings": findings,
-                "spent": spent,
-            }
-            return self.tuner.steps(key, able, settings, kept, **options)
+            return self.tuner.steps(
+                key, able, settings, kept, hints=hints, new=new, findings=findings, spent=spent
+            )
 
         record = yield from tuned()
         while record is not kept and (bad := self.unstorable(record)):

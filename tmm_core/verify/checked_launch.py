@@ -15,7 +15,7 @@ from tmm_core.spec.launcher import Bound, Launcher
 from tmm_core.verify import compare, process_state
 from tmm_core.verify.auxiliary_outputs import Outputs
 from tmm_core.verify.data_sets import DataSets, InputSet
-from tmm_core.verify.forms import ShapeError
+from tmm_core.verify.forms import WrongError
 from tmm_core.verify.guard_bands import GuardedTensor, overlap
 from tmm_core.verify.ragged_inputs import Inputs
 
@@ -48,10 +48,6 @@ def _properties(given: Inputs) -> dict[str, tuple[Any, ...]]:
         for name, t in (named | given.extras).items()
         if t is not None
     }  # fmt: skip
-
-
-class WrongError(Exception):
-    """A launch was wrong; the text says how, in one line."""
 
 
 class CheckedLauncher:
@@ -130,8 +126,8 @@ class CheckedLauncher:
                 kind = GeneratorExit if isinstance(error, GeneratorExit) else StopIteration
                 self._data.raised = RuntimeError(f"the launch raised {kind.__name__}")
                 raise self._data.raised from error
-            except ShapeError as error:
-                raise WrongError(str(error)) from None
+            except WrongError:
+                raise
             except BaseException as error:
                 self._data.raised = error
                 raise

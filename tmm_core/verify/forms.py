@@ -21,8 +21,8 @@ from tmm_core.verify.ragged_inputs import Inputs, divided
 Tensor = torch.Tensor
 
 
-class ShapeError(Exception):
-    """A launcher of N-D operands returned another shape; the text says so, in one line."""
+class WrongError(Exception):
+    """A launch was wrong; the text says how, in one line."""
 
 
 @dataclass(frozen=True)
@@ -82,11 +82,11 @@ def flattened(result: Any, shape: tuple[int, ...], problem: Problem) -> Tensor:
     """Return the result of a launch on N-D operands, in the problem's own shape.
 
     Raises:
-        ShapeError: It is no tensor of this ``shape``.
+        WrongError: It is no tensor of this ``shape``.
     """
     if not isinstance(result, Tensor) or tuple(result.shape) != shape:
         found = tuple(getattr(result, "shape", ()))
-        raise ShapeError(f"for N-D operands it returned shape {found} and not {shape}")
+        raise WrongError(f"for N-D operands it returned shape {found} and not {shape}")
     return result.view(problem.out_shape)
 
 

@@ -204,7 +204,7 @@ class Launches(threading.Thread):
 
 def launch_together(
     data: DataSets, launcher: Launcher, pace: Pace, most: int, into: bool = False
-) -> list[tuple[InputSet, Any]] | None:
+) -> list[tuple[InputSet, Any]]:
     """Launch on both sets of inputs from two threads at once, on two streams of a GPU.
 
     Args:
@@ -212,7 +212,7 @@ def launch_together(
         into: Launches of each thread write into the thread's own output, otherwise they allocate.
 
     Returns:
-        The results that were kept, with their inputs; None if no thread can be started.
+        The results that were kept, with their inputs; none if no thread can be started.
 
     Raises:
         BaseException: The first that a launch raised.
@@ -234,7 +234,7 @@ def launch_together(
             reraise(error)
             if not issubclass(type(error), RuntimeError):
                 raise
-            return None  # no thread can be started
+            return []  # no thread can be started
         finally:
             for thread in threads:
                 if thread.ident is not None:

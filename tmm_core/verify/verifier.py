@@ -16,9 +16,9 @@ import torch
 from tmm_core.errors import error_text, reraise
 from tmm_core.spec.launcher import Bound, Launcher
 from tmm_core.spec.steps import Steps, drained
-from tmm_core.verify.checked_launch import WrongError
 from tmm_core.verify.data_sets import DataSets
 from tmm_core.verify.environment_faults import Cause, cause_of
+from tmm_core.verify.forms import WrongError
 from tmm_core.verify.guard_bands import same_bits
 from tmm_core.verify.nonfinite import planted
 from tmm_core.verify.ways_of_use import WaysOfUse

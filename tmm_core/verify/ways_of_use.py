@@ -19,9 +19,9 @@ from tmm_core.launch.fold import Fold
 from tmm_core.spec.launcher import Bound
 from tmm_core.spec.problem import Problem
 from tmm_core.spec.steps import Steps
-from tmm_core.verify.checked_launch import CheckedLauncher, Mode, WrongError
+from tmm_core.verify.checked_launch import CheckedLauncher, Mode
 from tmm_core.verify.data_sets import InputSet
-from tmm_core.verify.forms import Source, flattened, forms_of
+from tmm_core.verify.forms import Source, WrongError, flattened, forms_of
 from tmm_core.verify.further_inputs import Round, plans_of, restoring
 from tmm_core.verify.guard_bands import GuardedTensor, in_class
 from tmm_core.verify.ragged_inputs import Inputs, divided
@@ -174,7 +174,7 @@ class WaysOfUse(CheckedLauncher):
         for form, pace, into in ways:
             yield ()
             launcher: Any = self._outputs.apart if self._outputs else form._launcher
-            for of, made in launch_together(data, launcher, pace, most, into) or ():
+            for of, made in launch_together(data, launcher, pace, most, into):
                 when = f", launched by two threads at once{form.called}"
                 result, given = made if self._outputs else (made, ())
                 form._check_form(result)
