@@ -27,8 +27,8 @@ from tmm_core.nn import (
     stored_weights,
 )
 from tmm_core.nn.gated_product import _Joint, gated_linear, joint_operands
-from tmm_core.nn.joint_storage import against_one_product, seen_alone, stack, stackable, stacked
-from tmm_core.nn.together import do_no_more
+from tmm_core.nn.joint_storage import against_one_product, in_own_storage, stack, stackable, stacked
+from tmm_core.nn.together import only_multiply
 
 Tensor = torch.Tensor
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -107,7 +107,7 @@ def test_a_half_seen_alone_is_the_same_memory(dtype: torch.dtype) -> None:
     first, second = (t.to(dtype) for t in halves())
     both = torch.cat((first, second))
     for part, expected in ((both[:4], first), (both[4:], second)):
-        alone = seen_alone(part)
+        alone = in_own_storage(part)
         assert torch.equal(alone, expected)
         assert alone.data_ptr() == part.data_ptr()
         assert alone.untyped_storage().nbytes() == part.nbytes
@@ -216,9 +216,9 @@ def test_a_graph_refuses_halves_that_do_not_match(
 
 def test_layers_are_called_while_tangents_are_computed() -> None:
     layers, x = [Linear(8, 8) for _ in range(2)], torch.randn(3, 8)
-    assert do_no_more(layers, x)
+    assert only_multiply(layers, x)
     with torch.autograd.forward_ad.dual_level():
-        assert not do_no_more(layers, x)
+        assert not only_multiply(layers, x)
 
 
 @pytest.mark.parametrize(("learning", "kernel"), [(False, True), (True, True), (True, False)])
@@ -236,7 +236,7 @@ def test_shards_are_gated_with_and_without_a_gradient(
 
     monkeypatch.setattr(sharded, "gated", shards)
     if not kernel:
-        monkeypatch.setattr(gated_layers, "learn", lambda *_: None)
+        monkeypatch.setattr(gated_layers, "recorded_product", lambda *_: None)
     y = mlp._sharded_product(gate, up, x)
     assert y is not None
     assert y.requires_grad is learning
@@ -555,16 +555,16 @@ HOOKS = (
 @pytest.mark.parametrize("hook", HOOKS)
 def test_layers_that_do_more_than_multiply_are_called(hook: str) -> None:
     layer, x = Linear(6, 4), torch.randn(2, 6)
-    assert do_no_more([Linear(6, 4), layer], x)
+    assert only_multiply([Linear(6, 4), layer], x)
     handle = getattr(layer, hook)(lambda *_: None)
-    assert not do_no_more([Linear(6, 4), layer], x)
+    assert not only_multiply([Linear(6, 4), layer], x)
     handle.remove()
-    assert do_no_more([layer], x)
+    assert only_multiply([layer], x)
     # Under FullyShardedDataParallel parameters are plain attributes.
     layer.__dict__["bias"] = layer._parameters.pop("bias")
-    assert not do_no_more([layer], x)
-    assert do_no_more([Linear(6, 4, bias=False)], x)
-    assert not do_no_more([Linear(6, 4, dtype=BF16)], x)
+    assert not only_multiply([layer], x)
+    assert only_multiply([Linear(6, 4, bias=False)], x)
+    assert not only_multiply([Linear(6, 4, dtype=BF16)], x)
 
 
 # -- sharded layers -----------------------------------------------------------------------

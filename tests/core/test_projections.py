@@ -71,14 +71,14 @@ def logits(of: Any) -> Tensor:
 def joined(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The numbers of projections of each joint product."""
     found: list[int] = []
-    product = projections.Once._product
+    product = projections.JointProduct._product
 
     def counted(self: Any, x: Tensor) -> Any:
         columns = product(self, x)
         found.append(len(columns))
         return columns
 
-    monkeypatch.setattr(projections.Once, "_product", counted)
+    monkeypatch.setattr(projections.JointProduct, "_product", counted)
     return found
 
 
@@ -226,7 +226,7 @@ def test_calls_from_elsewhere_are_the_layers_own(joined: list[int]) -> None:
             theirs = original.model.layers[0].self_attn.get_submodule(name)
             torch.testing.assert_close(mine(x), theirs(x))
     assert joined == []
-    assert not any("_once" in vars(layer) for layer in layers(converted))
+    assert not any("_joint_product" in vars(layer) for layer in layers(converted))
 
 
 @pytest.mark.parametrize("first", ["convert", "peft"])
@@ -309,7 +309,7 @@ def test_a_compiled_model() -> None:
         original.model.layers[0].self_attn.k_proj.weight.data.fill_(1)
         torch.testing.assert_close(compiled(IDS).logits, logits(original))
     report.undo()
-    names = {"_once"}
+    names = {"_joint_product"}
     assert not any(names & set(vars(module)) for module in converted.modules())
 
 
@@ -339,18 +339,18 @@ def test_columns_are_of_the_very_input_as_it_was() -> None:
     x = torch.randn(3, 8)
 
     def begun() -> Any:
-        once = projections.Once([one.q, one.k])
-        torch.testing.assert_close(once.of(one.q, x), one.q(x))
-        return once
+        product = projections.JointProduct([one.q, one.k])
+        torch.testing.assert_close(product.of(one.q, x), one.q(x))
+        return product
 
     with torch.no_grad():
-        once = begun()
-        torch.testing.assert_close(once.of(one.k, x), one.k(x))
-        assert once.of(one.k, x) is None
+        product = begun()
+        torch.testing.assert_close(product.of(one.k, x), one.k(x))
+        assert product.of(one.k, x) is None
         assert begun().of(one.k, x.clone()) is None
-        once = begun()
+        product = begun()
         x.mul_(2)
-        assert once.of(one.k, x) is None
+        assert product.of(one.k, x) is None
 
 
 # -- the proof -------------------------------------------------------------------------------------

@@ -40,14 +40,14 @@ def test_it_is_the_unconverted_ones_result_also_in_a_graph(
     converted = copy.deepcopy(original)
     report = convert(converted)
     sizes: list[int] = []
-    product = projections.Once._product
+    product = projections.JointProduct._product
 
     def counted(self: Any, x: torch.Tensor) -> Any:
         columns = product(self, x)
         sizes.append(len(columns))
         return columns
 
-    monkeypatch.setattr(projections.Once, "_product", counted)
+    monkeypatch.setattr(projections.JointProduct, "_product", counted)
     x = torch.randn(2, rows, 256, device="cuda").bfloat16()
     with torch.no_grad():
         for _ in range(2):

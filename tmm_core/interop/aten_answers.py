@@ -29,7 +29,7 @@ from tmm_core.launch import grouped_call as launch_grouped
 from tmm_core.launch import warm
 from tmm_core.launch.collector import garbage_kept
 from tmm_core.launch.nesting import launching
-from tmm_core.launch.plan import Choice, Plan
+from tmm_core.launch.plan import Choice
 from tmm_core.spec.arguments import Arguments, GroupedArguments
 from tmm_core.spec.launcher import BASELINE
 from tmm_core.spec.problem import Problem
@@ -228,18 +228,16 @@ class Operator:
             return THROUGH if capturing else _keep_for_good(key)
         if plan.kernel == BASELINE:
             return _keep_for_now(key, Answer())
+        from tmm_core.dispatch.saving import saving_us  # with the dispatcher, which a plan needed
+
         launch = plan.launcher if wrap is None else wrap(plan)
         tally = self.tallies.setdefault(plan.kernel, Tally())
         made = plan.kernel, plan.choice, plan.problem
-        answer = Answer(*made, launch, as_bias, self._saved_us(plan), tally)
+        saved_us = saving_us(dispatch.default_dispatcher(), plan.problem, plan.choice)
+        answer = Answer(*made, launch, as_bias, saved_us, tally)
         if capturing:  # which restricts the choice
             return answer
         return _keep(key, answer) if lasting else _keep_for_now(key, answer)
-
-    def _saved_us(self, plan: Plan) -> float:
-        from tmm_core.dispatch.saving import saving_us  # with the dispatcher, which a plan needed
-
-        return saving_us(dispatch.default_dispatcher(), plan.problem, plan.choice)
 
     def _posed(self, pose: Any) -> Any:
         """Wrap ``pose`` to leave problems to torch that ``only`` excludes, and calls that tmm

@@ -66,7 +66,6 @@ class Tail:
         residual: The summand of the last addition.
         shape: The shape argument of the last reshape; None if nothing is reshaped. Its last size is
             the result's.
-        gated: Whether the result has half of the product's columns.
     """
 
     product: Node
@@ -75,7 +74,11 @@ class Tail:
     epilogue: str = ""
     residual: Node | None = None
     shape: Any = None
-    gated: bool = False
+
+    @property
+    def gated(self) -> bool:
+        """Whether the result has half of the product's columns."""
+        return self.epilogue in GATED_BY.values()
 
     @property
     def result_shape(self) -> list[Any]:
@@ -234,7 +237,7 @@ def _with_gate(tail: Tail) -> Tail | None:
     if shape is not None:
         shape = [*shape[:-1], columns // 2]
     nodes = [*grown.nodes, *nodes, *inside, mul]
-    return Tail(tail.product, mul, nodes, GATED_BY[name], None, shape, gated=True)
+    return Tail(tail.product, mul, nodes, GATED_BY[name], None, shape)
 
 
 def _halves(z: Node, half: int) -> tuple[Node, Node, list[Node]] | None:

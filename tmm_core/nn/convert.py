@@ -167,7 +167,9 @@ class _Conversion:
         except BaseException:
             self._report.undo()
             raise
-        self._note()
+        devices = {t.device.type for module in self._layers for t in module.parameters()}
+        if self._report and devices == {"cpu"}:
+            self._report.notes.append(_ON_A_CPU)
         return self._report
 
     # -- decide --------------------------------------------------------------------------
@@ -339,11 +341,6 @@ class _Conversion:
         text = f"{name}()" if child is None else type(child).__name__
         path = self._path(module) if child is None else self._within(module, name)
         self._report.not_fused.append(NotFused(path, text, reason))
-
-    def _note(self) -> None:
-        devices = {t.device.type for module in self._layers for t in module.parameters()}
-        if self._report and devices == {"cpu"}:
-            self._report.notes.append(_ON_A_CPU)
 
     def _path(self, module: nn.Module) -> str:
         return self._paths[module] or "the model"

@@ -17,10 +17,10 @@ from torch import nn
 from tmm_core import compat, dispatch
 from tmm_core.epilogues import GATED_BY
 from tmm_core.interop import autograd_state
-from tmm_core.nn.gated_product import gated, gated_linear, learn, run, two_products
+from tmm_core.nn.gated_product import gated, gated_linear, recorded_product, run, two_products
 from tmm_core.nn.joint_storage import move_together, whole
 from tmm_core.nn.linear import Linear, is_leaf, leaf
-from tmm_core.nn.together import Together, do_no_more
+from tmm_core.nn.together import Together, only_multiply
 from tmm_core.quantized import Quantized
 from tmm_core.settings import with_static_weights
 from tmm_core.spec.epilogue import Epilogue, EpilogueLike
@@ -131,7 +131,7 @@ class GatedMLP(Together):
             return leaf(self, x)  # type: ignore[no-any-return]
         gate, up, down = self._layers()
         between = None
-        if do_no_more((gate, up), x):
+        if only_multiply((gate, up), x):
             of_gate, of_up = gate._parameters, up._parameters
             operands: Any = (
                 *(of_gate["weight"], of_up["weight"], of_gate["bias"], of_up["bias"]),
@@ -139,7 +139,7 @@ class GatedMLP(Together):
             )
             stored = type(operands[0]) is Quantized  # no gradient, and no operator in a graph
             if autograd_state.recorded(x, *operands[:4]):
-                between = None if stored else learn(x, *operands)
+                between = None if stored else recorded_product(x, *operands)
             elif stored and torch.compiler.is_compiling():
                 between = None
             elif torch.compiler.is_compiling():
@@ -168,7 +168,7 @@ class GatedMLP(Together):
         ) -> Tensor:
             operands = x, gate, up, gate_bias, up_bias, self._text
             if autograd_state.recorded(*operands[:5]):
-                y = learn(*operands)
+                y = recorded_product(*operands)
                 return two_products(*operands) if y is None else y
             return run(*operands)
 

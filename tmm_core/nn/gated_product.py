@@ -53,7 +53,7 @@ def two_products(
     return gated(api.linear(x, gate, gate_bias), api.linear(x, up, up_bias), epilogue)
 
 
-def learn(
+def recorded_product(
     x: Tensor, gate: Tensor, up: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None,
     text: str,
 ) -> Tensor | None:  # fmt: skip

@@ -17,7 +17,7 @@ Tensor = torch.Tensor
 Counts = Mapping[int, int]
 
 
-def seen_alone(t: Tensor) -> Tensor:
+def in_own_storage(t: Tensor) -> Tensor:
     """``t`` at the same address, as the whole of a new storage."""
     start = t.storage_offset() * t.element_size()
     storage = t.untyped_storage()[start : start + t.nbytes]

@@ -40,7 +40,7 @@ class Linear(ProductLayer, nn.Linear):
     _epilogue: EpilogueLike = None
     #: While attention's forward runs: computes this product together with others of the same input
     #: (:mod:`tmm_core.nn.projections`).
-    _once: Any = None
+    _joint_product: Any = None
 
     def __init__(
         self,
@@ -85,7 +85,8 @@ class Linear(ProductLayer, nn.Linear):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if type(input) is not torch.Tensor and is_leaf(self, input):
             return leaf(self, input)  # type: ignore[no-any-return]
-        if self._once is not None and (y := self._once.of(self, input)) is not None:
+        joint = self._joint_product
+        if joint is not None and (y := joint.of(self, input)) is not None:
             return y  # type: ignore[no-any-return]
         weight = self.weight
         if type(weight) is not nn.Parameter and fallbacks.foreign(weight):

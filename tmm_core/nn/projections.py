@@ -27,7 +27,7 @@ from tmm_core.interop import autograd_state, flops
 from tmm_core.interop.libraries import define
 from tmm_core.nn.classes import own, subclass
 from tmm_core.nn.linear import Linear
-from tmm_core.nn.together import Together, do_no_more, joint_of
+from tmm_core.nn.together import Together, joint_of, only_multiply
 from tmm_core.quantized import Quantized
 from tmm_core.settings import with_static_weights
 
@@ -50,7 +50,7 @@ class JointProjections(Together):
     def _swapped_out(self) -> None:
         super()._swapped_out()
         for layer in self._together():
-            getattr(layer, "__dict__", {}).pop("_once", None)  # a compiled graph leaves it
+            getattr(layer, "__dict__", {}).pop("_joint_product", None)  # a compiled graph leaves it
 
 
 def joint(kind: Any, names: tuple[str, ...]) -> Any:
@@ -63,28 +63,27 @@ def joint(kind: Any, names: tuple[str, ...]) -> Any:
         usual = kind.forward is proven and not compat.global_hooks()
         if not usual or not all(type(layer) is Linear for layer in layers):
             return kind.forward(self, *args, **kwargs)
-        once = Once(layers)
-        _give(layers, once)
+        _set_product(layers, JointProduct(layers))
         try:
             return kind.forward(self, *args, **kwargs)
         finally:
-            _give(layers, None)
+            _set_product(layers, None)
 
     origin = joint, kind, names
     return subclass(kind, JointProjections, origin, origin, forward=forward, _names=names)
 
 
-def _give(layers: Sequence[Any], once: Once | None) -> None:
+def _set_product(layers: Sequence[Any], product: JointProduct | None) -> None:
     for layer in layers:
         if torch.compiler.is_compiling():  # which has to see it
-            layer._once = once
-        elif once is None:
-            layer.__dict__.pop("_once", None)
+            layer._joint_product = product
+        elif product is None:
+            layer.__dict__.pop("_joint_product", None)
         else:  # nn.Module's way takes a microsecond
-            layer.__dict__["_once"] = once
+            layer.__dict__["_joint_product"] = product
 
 
-class Once:
+class JointProduct:
     """The joint product of one call of an attention's forward."""
 
     def __init__(self, layers: Sequence[Any]) -> None:
@@ -104,7 +103,7 @@ class Once:
 
     def _product(self, x: Tensor) -> dict[int, Tensor]:
         layers = self._layers
-        if not do_no_more(layers, x):
+        if not only_multiply(layers, x):
             return {}
         weights = [layer._parameters["weight"] for layer in layers]
         biases = [layer._parameters["bias"] for layer in layers]

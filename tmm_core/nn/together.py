@@ -10,7 +10,7 @@ from torch import nn
 
 from tmm_core import compat
 from tmm_core.nn.activation import interposed
-from tmm_core.nn.joint_storage import seen_alone, stack, stacked, whole
+from tmm_core.nn.joint_storage import in_own_storage, stack, stacked, whole
 from tmm_core.nn.linear import Linear
 from tmm_core.quantized import Quantized
 
@@ -137,14 +137,14 @@ def _apart_hook(module: Together, state: dict[str, Any], prefix: str, _: Any) ->
             entry = f"{prefix}{names[id(layer)]}.{kind}"
             t = state.get(entry)
             if type(t) is Tensor and not t.is_meta and t.is_contiguous() and not whole(t):
-                state[entry] = seen_alone(t)
+                state[entry] = in_own_storage(t)
 
 
 #: Without DTensor, which ``tmm::matmul`` has sharding rules for. Export traces on fake tensors.
 _PLAIN = (nn.Parameter, Tensor, compat.fake_tensor(), Quantized)
 
 
-def do_no_more(layers: Sequence[Any], x: Tensor) -> bool:
+def only_multiply(layers: Sequence[Any], x: Tensor) -> bool:
     """Whether calling the layers would only compute their products, so that one product can replace
     the calls."""
     for layer in layers:

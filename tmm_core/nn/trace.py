@@ -56,7 +56,9 @@ def trace(module: nn.Module) -> Trace:
     """
     if "forward" in vars(module):
         raise NotProvenError("its forward was replaced on the instance")
-    _check_parameters(_code_of(type(module).forward))
+    # Defaults are part of the trace: a call with more than one argument runs the forward.
+    if _code_of(type(module).forward).co_argcount < 2:
+        raise NotProvenError("its forward does not take one tensor")
     graphs = _graph(module, training=True), _graph(module, training=False)
     names = _Names(module, graphs)
     return Trace(graphs, tuple(names.reads.items()), tuple(names.present), tuple(names.tensors))
@@ -68,12 +70,6 @@ def _code_of(function: Any) -> types.CodeType:
     if set(function.__code__.co_freevars) - {"__class__"}:
         raise NotProvenError("its forward is decorated or closes over variables")
     return function.__code__
-
-
-def _check_parameters(code: types.CodeType) -> None:
-    """Defaults are part of the trace: a call with more than one argument runs the forward."""
-    if code.co_argcount < 2:
-        raise NotProvenError("its forward does not take one tensor")
 
 
 class _Tracer(fx.Tracer):
