@@ -50,7 +50,7 @@ def in_turn(a: Tensor, weights: list[Tensor]) -> list[Tensor]:
 
 
 def at_once(a: Tensor, weights: list[Tensor]) -> list[Tensor]:
-    calls = [Arguments(a, w.t()) for w in weights]
+    calls = [Arguments(a, w.t())[:-1] for w in weights]  # without out
     return concurrent_operator._at_once(calls, a.device)
 
 

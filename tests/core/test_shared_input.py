@@ -193,7 +193,7 @@ def calls(requires_grad: bool = False) -> list[Arguments]:
 
 def test_arguments_and_their_inverse() -> None:
     given = calls()
-    (one, other) = concurrent_operator._calls(arguments(given))
+    one, other = (Arguments(*each) for each in concurrent_operator._calls(arguments(given)))
     assert (one.b is given[0].b, one.bias, one.epilogue) == (True, None, "silu")
     assert (other.b is given[1].b, other.bias is given[1].bias, other.epilogue) == (True, True, "")
     assert one.a is other.a is given[0].a
@@ -281,7 +281,7 @@ def test_each_further_stream_waits_and_is_waited_for(
     monkeypatch.setattr(torch.cuda, "stream", inside)
     monkeypatch.setattr(concurrent_operator._streams, "of", lambda device: further)
     monkeypatch.setattr(concurrent_operator, "run", run)
-    given: Any = [(number, None) for number in range(3)]
+    given: Any = [(number,) for number in range(3)]
     if fails is None:
         assert concurrent_operator._at_once(given, torch.device("cuda")) == ["y0", "y1", "y2"]
     else:

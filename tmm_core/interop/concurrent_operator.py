@@ -32,14 +32,13 @@ MOST_ROWS = 64
 #: The number of streams beside the current one.
 _STREAMS = 3
 
+#: Roles in the order of the operator's arguments.
+_ROLES = tuple(role for role in ROLES if role.name != "out")
 #: The arguments that each product has for itself: those with columns, and the epilogue.
-OWN = tuple(
-    role.name
-    for role in ROLES
-    if role.name != "out" and ("n" in role.dims.lower() or role.name == "epilogue")
-)
+OWN = tuple(r.name for r in _ROLES if "n" in r.dims.lower() or r.name == "epilogue")
 #: The arguments that all products share.
-SHARED = tuple(role.name for role in ROLES if role.name not in ("out", *OWN))
+SHARED = tuple(role.name for role in _ROLES if role.name not in OWN)
+_IS_OWN = tuple(role.name in OWN for role in _ROLES)
 
 
 class _Streams(threading.local):
@@ -62,33 +61,29 @@ _streams = _Streams()
 
 def arguments(calls: list[Arguments]) -> tuple[Any, ...]:
     """Return the operator's arguments for these calls, which differ in :data:`OWN` only."""
-    (first, *_) = calls
+    each = zip(*(call[:-1] for call in calls), strict=True)
     return tuple(
-        [getattr(call, role.name) for call in calls]
-        if role.name in OWN
-        else getattr(first, role.name)
-        for role in ROLES
-        if role.name != "out"
+        list(values) if own else values[0] for own, values in zip(_IS_OWN, each, strict=True)
     )
 
 
-def _calls(given: tuple[Any, ...]) -> list[Arguments]:
-    """The inverse of :func:`arguments`."""
-    named = dict(zip(Arguments._fields, given, strict=False))
-    each = zip(*(named[name] for name in OWN), strict=True)
-    return [Arguments(**{**named, **dict(zip(OWN, own, strict=True))}) for own in each]
+def _calls(given: tuple[Any, ...]) -> list[tuple[Any, ...]]:
+    """The inverse of :func:`arguments`, without ``out``."""
+    count = len(given[1])  # of b
+    each = [value if own else (value,) * count for own, value in zip(_IS_OWN, given, strict=True)]
+    return list(zip(*each, strict=True))
 
 
 def _run(*given: Any) -> list[Tensor]:
     calls = _calls(given)
-    a = calls[0].a
+    a = given[0]
     few = a.numel() <= MOST_ROWS * a.shape[-1]
     if few and a.is_cuda and torch.cuda.is_current_stream_capturing():
         return _at_once(calls, a.device)
-    return [run(*call[:-1]) for call in calls]
+    return [run(*call) for call in calls]
 
 
-def _at_once(calls: list[Arguments], device: torch.device) -> list[Tensor]:
+def _at_once(calls: list[tuple[Any, ...]], device: torch.device) -> list[Tensor]:
     """Compute the first product on the current stream, the others on further streams."""
     here, further = torch.cuda.current_stream(device), _streams.of(device)
     ready, ended = here.record_event(), []
@@ -99,10 +94,10 @@ def _at_once(calls: list[Arguments], device: torch.device) -> list[Tensor]:
             stream.wait_event(ready)
             with torch.cuda.stream(stream):
                 try:
-                    results.append(run(*call[:-1]))
+                    results.append(run(*call))
                 finally:
                     ended.append(stream.record_event())
-        return [run(*calls[0][:-1]), *results]
+        return [run(*calls[0]), *results]
     finally:
         for event in ended:
             here.wait_event(event)
@@ -110,21 +105,17 @@ def _at_once(calls: list[Arguments], device: torch.device) -> list[Tensor]:
 
 def _one_by_one(*given: Any) -> list[Tensor]:
     matmul: Callable[..., Tensor] = operator.matmul
-    return [matmul(*call[:-1]) for call in _calls(given)]
+    return [matmul(*call) for call in _calls(given)]
 
 
 def _differentiable(*given: Any) -> Any:
-    if autograd_state.differentiated(*(t for call in _calls(given) for t in call.given)):
+    if torch.is_grad_enabled() or autograd_state.transformed():
         return _one_by_one(*given)
     with compat.below_autograd():
         return concurrent(*given)
 
 
-_types = (
-    f"{role.type}{'[]' if role.name in OWN else ''} {role.name}"
-    for role in ROLES
-    if role.name != "out"
-)
+_types = (f"{role.type}{'[]' if role.name in OWN else ''} {role.name}" for role in _ROLES)
 library = define(f"concurrent({', '.join(_types)}) -> Tensor[]", _run, _one_by_one)
 library.impl("concurrent", _differentiable, "Autograd")
 library.impl("concurrent", _one_by_one, "FuncTorchBatched")

@@ -40,8 +40,8 @@ class Product(NamedTuple):
 
 
 def groups(graph: torch.fx.Graph) -> Iterator[list[Product]]:
-    """Yield products of few rows that read the same ``a``, and of which none needs the result of
-    another. There are at least two, and tmm computes at least one of them."""
+    """Yield products of few rows that read the same ``a`` and do not need each other's results.
+    There are at least two, and tmm computes at least one of them."""
     found: dict[Any, list[Product]] = {}
     for node in graph.nodes:
         call = _call_of(node)
