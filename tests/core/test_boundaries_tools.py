@@ -1692,7 +1692,7 @@ def test_the_verdict_on_a_record(
     if kernel is not None:
         made = FakeKernel(kernel, traits=Traits(deterministic=False))
         candidate = Candidate(made, FakeConfig())
-        winner = (problem(), candidate, "launcher")
+        winner = record_check.Winner(problem(), candidate, "launcher")  # type: ignore[arg-type]
     compiling.set_result(winner)
     with settings.override(tune_memory=1 << 20):
         judged = record_check._judged(compiling, CPU)

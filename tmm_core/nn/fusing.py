@@ -91,12 +91,13 @@ def _pairs(
     known: Mapping[str, Activation],
     decision: Decision,
 ) -> None:
-    graphs, fusions, apart = fusion_match.program(traced, layers, known)
-    decision.apart += [(name, f"{reason} ({layer})") for layer, name, reason in apart]
-    if fusions:
-        finished = tuple(dict.fromkeys(fusion.layer for fusion in fusions))
-        decision.kind = fused.programmed(_assumed(module, traced, finished, known), graphs)
-        decision.fusions += fusions
+    program = fusion_match.program(traced, layers, known)
+    decision.apart += [(name, f"{reason} ({layer})") for layer, name, reason in program.apart]
+    if program.fusions:
+        finished = tuple(dict.fromkeys(fusion.layer for fusion in program.fusions))
+        assumed = _assumed(module, traced, finished, known)
+        decision.kind = fused.programmed(assumed, program.graphs)
+        decision.fusions += program.fusions
 
 
 def _gate(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -30,9 +30,15 @@ class Fusion:
     epilogue: str
 
 
-#: A forward's graphs with fused products, for training and for evaluation; the fusions; and the
-#: activations that are not fused: the layer's name, the activation, and the reason.
-Program = tuple[tuple[fx.Graph, fx.Graph], list[Fusion], list[tuple[str, str, str]]]
+@dataclass
+class Program:
+    """A forward with fused products."""
+
+    #: For training, and for evaluation.
+    graphs: tuple[fx.Graph, fx.Graph]
+    fusions: list[Fusion]
+    #: Activations that are not fused: the layer's name, the activation, and the reason.
+    apart: list[tuple[str, str, str]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -64,10 +70,10 @@ def program(traced: Trace, layers: set[str], known: Mapping[str, Activation]) ->
     if set(training.fusions) != set(evaluation.fusions):
         apart = [(f.layer, f.activation or f.epilogue, "it depends on the mode")
                  for f in {*training.fusions} ^ {*evaluation.fusions}]  # fmt: skip
-        return traced.graphs, [], apart
+        return Program(traced.graphs, [], apart)
     fusions = list(dict.fromkeys(training.fusions))
     apart = list(dict.fromkeys(training.apart + evaluation.apart))
-    return (training.graph, evaluation.graph), fusions, apart
+    return Program((training.graph, evaluation.graph), fusions, apart)
 
 
 class _Rewriting:

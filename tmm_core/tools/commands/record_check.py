@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, TypeAlias
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from tmm_cache import CacheStore, Summary, TuningRecord, shipped_layers
@@ -30,8 +31,13 @@ REPEATS = 120
 FAULTS = ("wrong", "failed", "unknown")
 
 
-#: A winner on record, compiled for its problem.
-Winner: TypeAlias = tuple[Problem, Candidate, Launcher]
+@dataclass(frozen=True)
+class Winner:
+    """A winner on record, compiled for its problem."""
+
+    problem: Problem
+    candidate: Candidate
+    launcher: Launcher
 
 
 def answering(store: CacheStore, device: DeviceFingerprint) -> list[Summary[TuningRecord]]:
@@ -91,7 +97,7 @@ def _compiled(record: TuningRecord, device: torch.device) -> Winner | None:
         torch.cuda.set_device(device)  # a thread starts on device 0
     problem = warm.recall(record.problem, device)
     candidate = Candidate(kernel, read_config(kernel, record.best.config))
-    return problem, candidate, kernel.bind(problem, candidate.config)
+    return Winner(problem, candidate, kernel.bind(problem, candidate.config))
 
 
 def _judged(compiling: Future[Winner | None], device: torch.device) -> dict[str, Any]:
@@ -99,20 +105,19 @@ def _judged(compiling: Future[Winner | None], device: torch.device) -> dict[str,
         winner = compiling.result()
         if winner is None:
             return {"status": "stale"}
-        problem, candidate, launcher = winner
-        is_baseline = candidate.kernel.name == BASELINE
-        with precision(problem.tf32):  # some kernels call BLAS, which follows it
+        is_baseline = winner.candidate.kernel.name == BASELINE
+        with precision(winner.problem.tf32):  # some kernels call BLAS, which follows it
             memory = settings.current().tune_memory
-            verdict = Verifier(problem, device, memory_limit=memory).verdict(
-                launcher,
+            verdict = Verifier(winner.problem, device, memory_limit=memory).verdict(
+                winner.launcher,
                 repeats=REPEATS,
-                deterministic=candidate.kernel.traits.deterministic,
+                deterministic=winner.candidate.kernel.traits.deterministic,
                 baseline=is_baseline,
                 extent="brief" if is_baseline else "whole",
             )
     except Exception as error:  # from a compiler or a launch: affects this record only
         return {"status": "failed", "reason": error_text(error)}
-    document: dict[str, Any] = {"title": str(problem)}
+    document: dict[str, Any] = {"title": str(winner.problem)}
     if verdict.error is not None and verdict.error == verdict.error:  # JSON has no NaN
         document["error"] = verdict.error
     if is_baseline:
@@ -120,5 +125,5 @@ def _judged(compiling: Future[Winner | None], device: torch.device) -> dict[str,
     if not verdict.ok:
         status = "unknown" if verdict.unknown else "wrong"
         return document | {"status": status, "reason": verdict.reason}
-    dispatch.default_dispatcher().first_use.stamp(problem, candidate)
+    dispatch.default_dispatcher().first_use.stamp(winner.problem, winner.candidate)
     return document | {"status": "ok"}
