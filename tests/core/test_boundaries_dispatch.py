@@ -1933,4 +1933,6 @@ def test_a_record_whose_kernels_name_no_arithmetic_is_no_rung() -> None:
     for results in ((blas,), (none, blas), (revised(blas, samples_us=(), status="failed"),)):
         assert d._invariance._known(rung, able, recorded(rung, *results)) is None
     found = d._invariance._known(rung, able, recorded(rung, one, none, blas))
-    assert found == [{None: 4.0, "one": 5.0}, {None: 7.0, "one": 7.0}]
+    assert found is not None
+    assert (found.best_us, found.times) == (4.0, {"one": 5.0})
+    assert [(each.best_us, each.times) for each in found.inside] == [(7.0, {"one": 7.0})]

@@ -98,7 +98,7 @@ def chosen(d: Dispatcher, m: int, given: Settings | None = None) -> tuple[str, i
 
 
 def rungs(*times: Mapping[str, float]) -> list[Rung]:
-    return [[{None: 1.0, **each}] for each in times]
+    return [Rung(1.0, each) for each in times]
 
 
 def test_least_regret_counts_every_rung_and_the_worst_again() -> None:
@@ -111,11 +111,10 @@ def test_least_regret_counts_every_rung_and_the_worst_again() -> None:
 
 
 def test_least_regret_counts_every_m_of_a_bucket() -> None:
-    [one], [other], edges = rungs(
-        {"edges": 1.6}, {"edges": 1.6, "even": 1.1}, {"edges": 1.0, "even": 1.1}
-    )
-    assert least_regret([edges, edges]) == "edges"
-    assert least_regret([edges, [*edges, one, other]]) == "even"
+    inside = [Rung(1.0, {"edges": 1.6}), Rung(1.0, {"edges": 1.6, "even": 1.1})]
+    edges = {"edges": 1.0, "even": 1.1}
+    assert least_regret([Rung(1.0, edges), Rung(1.0, edges)]) == "edges"
+    assert least_regret([Rung(1.0, edges), Rung(1.0, edges, inside)]) == "even"
 
 
 def test_what_is_fast_at_the_edges_alone_is_not_chosen(tmp_path: Path) -> None:

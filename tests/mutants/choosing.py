@@ -251,7 +251,7 @@ DISPATCHING = [
            "        found += results[0] if results else rules[0][0]",
            "operands that have to be moved are multiplied where they lie",
            ("tests/core/test_distributed.py::test_without_a_rule_operands_are_moved",)),
-    Mutant("inside-unregretted", "dispatch/invariant.py", "for times in rung if name in times]", "for times in rung[:1]]",
+    Mutant("inside-unregretted", "dispatch/invariant.py", "(self, *self.inside) if name", "(self,) if name",
            "an arithmetic that is far behind inside buckets is chosen",
            ("tests/core/test_invariant.py::test_least_regret_counts_every_m_of_a_bucket",)),
     Mutant("unlikely-first", "tuning/search.py", "or estimate <= UNLIKELY * least", "or estimate <= math.inf",

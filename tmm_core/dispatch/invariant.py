@@ -18,7 +18,7 @@ import itertools
 import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tmm_cache import JSON, CandidateResult, Notes, TuningRecord, digest
@@ -49,9 +49,19 @@ _ELIMINATED = "slow"
 _NO_ESTIMATE = 1e6
 
 
-#: The known times in µs at each measured M of a rung's bucket, the rung's own M first: the fastest
-#: of each arithmetic, and under None the fastest of all. Not every arithmetic is timed at each M.
-Rung = Sequence[Mapping[str | None, float]]
+@dataclass(frozen=True, slots=True)
+class Rung:
+    """The known times at one M: the fastest of all in µs, and the fastest of each arithmetic;
+    likewise at other M of its bucket, at which not every arithmetic was timed."""
+
+    best_us: float
+    times: Mapping[str, float]
+    inside: Sequence[Rung] = ()
+
+    def regrets(self, name: str) -> list[float]:
+        """The logarithms of an arithmetic's time over the best, at each M at which it was timed."""
+        timed = [rung for rung in (self, *self.inside) if name in rung.times]
+        return [math.log(rung.times[name] / rung.best_us) for rung in timed]
 
 
 def least_regret(rungs: Sequence[Rung]) -> str | None:
@@ -59,16 +69,13 @@ def least_regret(rungs: Sequence[Rung]) -> str | None:
     mean plus :data:`WORST` times the worst. A rung counts by its mean over the M of its bucket: a
     kernel may be ahead at the edge and far behind inside. Only the arithmetics that serve the most
     rungs are compared. Ties go to the first by name. None if there is no arithmetic."""
-    names = {name for rung in rungs for name in rung[0] if name is not None}
+    names = {name for rung in rungs for name in rung.times}
 
     def rank(name: str) -> tuple[int, float, str]:
-        regrets = [
-            [math.log(times[name] / times[None]) for times in rung if name in times]
-            for rung in rungs
-            if name in rung[0]
-        ]
+        served = [rung for rung in rungs if name in rung.times]
+        regrets = [rung.regrets(name) for rung in served]
         score = statistics.fmean(map(statistics.fmean, regrets)) + WORST * max(map(max, regrets))
-        return len(rungs) - len(regrets), score, name
+        return len(rungs) - len(served), score, name
 
     return min(names, key=rank, default=None)
 
@@ -210,28 +217,29 @@ class Invariance:
         return least_regret(known)
 
     def _known(self, rung: Problem, able: list[Kernel[Any]], record: TuningRecord) -> Rung | None:
+        times: dict[str, float] = {}
+        inside: dict[int, Rung] = {}
         results = fastest_first(record, _ELIMINATED)
         if not results:
             return None
-        own: dict[str | None, float] = {None: statistics.median(results[0].samples_us)}
-        inside: dict[int, dict[str | None, float]] = {}
         for result in results:
             candidate = self._host.candidate(result, able, rung)
             name = None
             if candidate is not None:
                 name = candidate.kernel.arithmetic(rung, candidate.config)
-            own.setdefault(name, _us_of_last_round(result, results[0]))
+            if name is not None:
+                times.setdefault(name, _us_of_last_round(result, results[0]))
             for m, us in result.inside_us.items():
-                there = inside.setdefault(m, {})
-                there |= {each: min(us, there.get(each, math.inf)) for each in (name, None)}
-        return [own, *inside.values()] if len(own) > 1 else None
+                there = inside.get(m, Rung(math.inf, {}))
+                own = {} if name is None else {name: min(us, there.times.get(name, math.inf))}
+                inside[m] = Rung(min(us, there.best_us), {**there.times, **own})
+        best_us = statistics.median(results[0].samples_us)
+        return Rung(best_us, times, [*inside.values()]) if times else None
 
     def _expected(self, rung: Problem, able: list[Kernel[Any]]) -> Rung:
         offered = self._offered(rung, able)
-        times: dict[str | None, float] = {
-            name: min(members.values()) for name, members in offered.items()
-        }
-        return [{None: min(times.values(), default=_NO_ESTIMATE)} | times]
+        times = {name: min(members.values()) for name, members in offered.items()}
+        return Rung(min(times.values(), default=_NO_ESTIMATE), times)
 
     def _is_offered(self, name: object, rungs: Sequence[tuple[Problem, list[Kernel[Any]]]]) -> bool:
         return any(name in self._offered(rung, able) for rung, able in rungs)
