@@ -30,6 +30,15 @@ _SHOWN = 400
 _warned: set[str] = set()
 
 
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """A fault of a kernel's own code."""
+
+    kernel: str
+    #: The reason, with the file and line that raised.
+    reason: str
+
+
 @dataclass(eq=False)
 class Findings:
     """The findings of one tuning."""
@@ -39,9 +48,8 @@ class Findings:
     left: dict[Able, Left] = field(default_factory=dict)
     #: The untried kernels that were set aside, with a warning.
     reported: set[Able] = field(default_factory=set)
-    #: Faults of kernels' own code, by the kernels' sources, which warnings name: the kernel, and
-    #: the reason with the file and line that raised.
-    faults: dict[Any, list[tuple[str, str]]] = field(default_factory=dict)
+    #: Faults by the kernels' sources, which warnings name.
+    faults: dict[Any, list[Fault]] = field(default_factory=dict)
     #: Whether the record's winner was verified in every way of use.
     verified: bool = False
 
@@ -56,7 +64,8 @@ class Findings:
     def blame(self, kernel: Kernel[Any], reason: str, raised: BaseException | None = None) -> None:
         """Note a fault of a kernel's own code."""
         source = kernel.source if isinstance(kernel, CheckedKernel) else Source(kernel.name)
-        self.faults.setdefault(source, []).append((kernel.name, placed(kernel, reason, raised)))
+        fault = Fault(kernel.name, placed(kernel, reason, raised))
+        self.faults.setdefault(source, []).append(fault)
 
     def report(self, about: object) -> None:
         """Issue one warning about the environment and one per distribution, once per process.
@@ -67,8 +76,8 @@ class Findings:
         left = {name: why for name, why in self.left.items() if name not in self.reported}
         warn_of_environment(left, about)
         for source, faults in self.faults.items():
-            name, reason = faults[0]
-            message = f"kernel {name} failed in tuning {about}: {reason}"
+            first = faults[0]
+            message = f"kernel {first.kernel} failed in tuning {about}: {first.reason}"
             warn_of_plugin(source, message, more=len(faults) - 1)
 
 
