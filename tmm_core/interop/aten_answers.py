@@ -171,7 +171,6 @@ class Operator:
         key: tuple[Any, ...],
         call: Arguments | GroupedArguments | None,
         wrap: Callable[[Any], Callable[..., Tensor]] | None = None,
-        as_bias: bool = False,
     ) -> Answer:
         """Choose the answer of a new key, which later calls replay.
 
@@ -193,8 +192,8 @@ class Operator:
         try:
             if call.a.is_cuda and torch.cuda.is_current_stream_capturing():
                 with garbage_kept():
-                    return self._chosen(key, call, pose, wrap, as_bias)
-            return self._chosen(key, call, pose, wrap, as_bias)
+                    return self._chosen(key, call, pose, wrap)
+            return self._chosen(key, call, pose, wrap)
         except BaseException as error:
             reraise(error)
             if issubclass(type(error), USER_ERRORS):
@@ -214,7 +213,7 @@ class Operator:
                 f"kernel raised {error_text(error)}"
             )
 
-    def _chosen(self, key: Any, call: Any, pose: Any, wrap: Any, as_bias: bool) -> Answer:
+    def _chosen(self, key: Any, call: Any, pose: Any, wrap: Any) -> Answer:
         if (outer := launching()) is not None:
             warm.nest(outer)
             return INSIDE
@@ -234,7 +233,7 @@ class Operator:
         tally = self.tallies.setdefault(plan.kernel, Tally())
         made = plan.kernel, plan.choice, plan.problem
         saved_us = saving_us(dispatch.default_dispatcher(), plan.problem, plan.choice)
-        answer = Answer(*made, launch, as_bias, saved_us, tally)
+        answer = Answer(*made, launch, plan.problem.bias is not None, saved_us, tally)
         if capturing:  # which restricts the choice
             return answer
         return _keep(key, answer) if lasting else _keep_for_now(key, answer)

@@ -48,20 +48,18 @@ def plain_call(offset: int, a: Tensor, b: Tensor, out: Tensor | None = None) -> 
 
 def call_with_summand(
     offset: int, a: Tensor, b: Tensor, c: Tensor, alpha: Any, out: Tensor | None = None
-) -> tuple[Arguments | None, None, bool]:
-    """Convert a call of ``addmm`` or ``baddbmm`` to the last arguments of
-    :meth:`~tmm_core.interop.aten_answers.Operator.first`: the call, None, and whether ``c`` is a
-    bias."""
+) -> Arguments | None:
+    """Convert a call of ``addmm`` or ``baddbmm``, whose summand ``c`` is a bias or a residual."""
     call = plain_call(offset, a, b, out)
     real = isinstance(alpha, (int, float)) and not isinstance(alpha, bool)
     if call is None or not real or not LEAST_ALPHA <= abs(alpha) <= MOST_ALPHA:
-        return None, None, False
+        return None
     if c.dtype != a.dtype or c.device != a.device:
-        return None, None, False
+        return None
     call = call._replace(alpha=float(alpha))
     if c.shape == b.shape[-1:] and a.dim() == 2:
-        return call._replace(bias=c), None, True
-    return call._replace(residual=c), None, False
+        return call._replace(bias=c)
+    return call._replace(residual=c)
 
 
 def scaled_call(

@@ -90,7 +90,7 @@ def _statements(others: tuple[str, ...]) -> Iterator[str]:
         passed = f"{one} if alpha == 1 and type(alpha) is type(beta) is int else {whole}"
         unlike, scale = " or beta != 1", "float(alpha)"
         alpha = "alpha == 1 or LEAST_ALPHA <= abs(alpha) <= MOST_ALPHA and type(alpha), "
-        call = f"*call_with_summand(aligned, a, b, c, alpha{out})"
+        call = f"call_with_summand(aligned, a, b, c, alpha{out})"
         terms = "*((c, None) if plan.as_bias else (None, c))"
     apart = [f"not ranges_meet(out, {t})" for t in tensors if t != "out" and has_out]
     yield f"if {' or '.join(f'type({t}) not in PLAIN' for t in tensors)}{unlike}:"
