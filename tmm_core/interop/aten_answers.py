@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -188,12 +189,10 @@ class Operator:
             return _keep(key, THROUGH)
         if (answer := passing.get(key)) is not None and time.monotonic() < answer.until:
             return answer
-        pose = warm.pose if isinstance(call, Arguments) else launch_grouped.pose
         try:
-            if call.a.is_cuda and torch.cuda.is_current_stream_capturing():
-                with garbage_kept():
-                    return self._chosen(key, call, pose, wrap)
-            return self._chosen(key, call, pose, wrap)
+            capturing = call.a.is_cuda and torch.cuda.is_current_stream_capturing()
+            with garbage_kept() if capturing else nullcontext():
+                return self._chosen(key, call, wrap)
         except BaseException as error:
             reraise(error)
             if issubclass(type(error), USER_ERRORS):
@@ -213,7 +212,7 @@ class Operator:
                 f"kernel raised {error_text(error)}"
             )
 
-    def _chosen(self, key: Any, call: Any, pose: Any, wrap: Any) -> Answer:
+    def _chosen(self, key: Any, call: Any, wrap: Any) -> Answer:
         if (outer := launching()) is not None:
             warm.nest(outer)
             return INSIDE
@@ -221,7 +220,7 @@ class Operator:
         current = settings.current()
         if current.on_cache_miss == "tune":
             current = settings.changed(current, on_cache_miss=self.on_cache_miss)
-        plan = warm.make_plan(call, warm.epilogue_of(""), current, self._posed(pose), waits=False)
+        plan = warm.make_plan(call, warm.epilogue_of(""), current, self._pose, waits=False)
         lasting, capturing = plan.choice.lasting, plan.problem.capturing
         if plan.kernel == BASELINE and (lasting or capturing):
             return THROUGH if capturing else _keep_for_good(key)
@@ -238,21 +237,18 @@ class Operator:
             return answer
         return _keep(key, answer) if lasting else _keep_for_now(key, answer)
 
-    def _posed(self, pose: Any) -> Any:
-        """Wrap ``pose`` to leave problems to torch that ``only`` excludes, and calls that tmm
-        refuses: torch raises its own errors for these."""
-
-        def posed(call: Any, epilogue: Any, current: settings.Settings) -> Any:
-            try:
-                problem, fold = pose(call, epilogue, current)
-            except (RuntimeError, ValueError, TypeError) as error:
-                reraise(error)
-                raise _LeftError from error
-            if self.only is not None and not self.only(problem):
-                raise _LeftError
-            return problem, fold
-
-        return posed
+    def _pose(self, call: Any, epilogue: Any, current: settings.Settings) -> Any:
+        """Return the problem of a call. Leave problems to torch that ``only`` excludes, and calls
+        that tmm refuses: torch raises its own errors for these."""
+        pose: Any = warm.pose if isinstance(call, Arguments) else launch_grouped.pose
+        try:
+            problem, fold = pose(call, epilogue, current)
+        except (RuntimeError, ValueError, TypeError) as error:
+            reraise(error)
+            raise _LeftError from error
+        if self.only is not None and not self.only(problem):
+            raise _LeftError
+        return problem, fold
 
     def failed(self, key: tuple[Any, ...], plan: Answer, error: BaseException) -> None:
         """Quarantine the kernel of an answer that raised, so that torch's kernel answers instead.

@@ -144,11 +144,10 @@ def _tf32() -> bool:
 
 
 def _build(key: tuple[Any, ...], call: Arguments | GroupedArguments, pose: Pose) -> Plan:
-    if call.a.is_cuda and torch.cuda.is_current_stream_capturing():
-        # If the cyclic GC destroyed an earlier graph now, the capture would end.
-        with garbage_kept():
-            return _built(key, call, pose)
-    return _built(key, call, pose)
+    capturing = call.a.is_cuda and torch.cuda.is_current_stream_capturing()
+    # If the cyclic GC destroyed an earlier graph now, the capture would end.
+    with garbage_kept() if capturing else nullcontext():
+        return _built(key, call, pose)
 
 
 def _built(key: tuple[Any, ...], call: Arguments | GroupedArguments, pose: Pose) -> Plan:
