@@ -67,9 +67,13 @@ class Brings:
         return self.brought.get("formats", [])
 
 
-def named(thing: Any, name: Any) -> Any:
-    object.__setattr__(thing, "name", name)
+def with_field(thing: Any, field: str, value: Any) -> Any:
+    object.__setattr__(thing, field, value)
     return thing
+
+
+def named(thing: Any, name: Any) -> Any:
+    return with_field(thing, "name", name)
 
 
 class ReturnedError(ValueError):
@@ -104,6 +108,20 @@ class ReturnedError(ValueError):
             r"a format's name is 'a\\nb', not a printable text",
         ),
         ({"formats": [replace(INT8)]}, "two formats are named .int8.$"),
+        ({"formats": [with_field(replace(INT8), "grids", 3)]}, "a format's grids is a tuple of"),
+        ({"formats": [with_field(replace(INT8), "pack", 0)]}, "format 'int8' stores no codes"),
+        (
+            {"epilogues": [with_field(Epilogue("x", F.relu), "gated", torch.ones(2))]},
+            "epilogue 'x': gated is True or False, got tensor",
+        ),
+        (
+            {"epilogues": [with_field(Epilogue("x", F.relu), "parameters", [1.0])]},
+            "epilogue 'x': parameters is a tuple of numbers",
+        ),
+        (
+            {"epilogues": [with_field(Epilogue("x", F.relu), "parameters", (1,))]},
+            "epilogue 'x': parameters is a tuple of numbers",
+        ),
         ({"kernels": [3]}, "tmm_kernels must return Kernel objects, got 3"),
         ({"kernels": [FakeKernel]}, r"\(the class; return an instance\)"),
         ({"kernels": None}, "tmm_kernels must return a list, got None"),
@@ -466,6 +484,17 @@ def test_requirements_that_traits_do_not_meet(
         ({"parameters": (math.inf,)}, ValueError, "parameters must be finite numbers"),
         ({"parameters": (0.0,), "positive": True}, ValueError, "must be above 0"),
         ({"parameters": (1e-50,), "positive": True}, ValueError, "must be above 0"),
+        ({"reference": None}, TypeError, "reference: None is no function"),
+        ({"derivative": 3}, TypeError, "derivative: 3 is no function"),
+        ({"output_vjp": "x"}, TypeError, "output_vjp: 'x' is no function"),
+        ({"outputs_of": 3}, TypeError, "outputs_of: 3 is no function"),
+        ({"name": 3}, TypeError, "an epilogue's name is a text, got 3"),
+        ({"gated": 1}, TypeError, "gated is True or False, got 1"),
+        ({"interleaved": None}, TypeError, "interleaved is True or False, got None"),
+        ({"linear": "yes"}, TypeError, "linear is True or False, got 'yes'"),
+        ({"outputs": [3]}, TypeError, "outputs is a tuple of Ports"),
+        ({"outputs": (3,)}, TypeError, "outputs is a tuple of Ports"),
+        ({"stages": (3,)}, TypeError, "stages is a tuple of Epilogues"),
         ({"device": 3}, TypeError, "3 is no device function"),
         ({"device_derivative": 3}, TypeError, "3 is no device function"),
         ({"interleaved": True}, ValueError, "is interleaved but not gated"),

@@ -372,6 +372,29 @@ def test_a_caller_names_a_group_or_a_block() -> None:
             grids.block_of_call(group, block)
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("name", 3), ("storage", torch.int8), ("storage", (3,)), ("quantize", None),
+        ("dequantize", "x"), ("tolerance", math.nan), ("tolerance", True), ("pack", 2.0),
+        ("grids", [(1, 32)]), ("grids", ((1, 32, 4),)), ("grids", ((1, "x"),)), ("short", 1),
+        ("scale_dtypes", ("float32",)), ("zeros", None), ("origin", torch.ones(())),
+        ("limit", math.inf), ("result", "bfloat16"), ("implied", 0), ("native", torch.ones(2)),
+        ("decode", 3),
+    ],
+)  # fmt: skip
+def test_a_format_of_other_types_is_refused(field: str, value: Any) -> None:
+    with pytest.raises(TypeError, match=f"^a format's {field} is "):
+        dataclasses.replace(formats.named("int8"), **{field: value})
+
+
+@pytest.mark.parametrize("field", ["storage", "grids", "scale_dtypes", "pack"])
+def test_a_format_stores_codes_and_has_scales(field: str) -> None:
+    empty: dict[str, Any] = {field: 0 if field == "pack" else ()}
+    with pytest.raises(ValueError, match="format 'int8' stores no codes, or has no scales"):
+        dataclasses.replace(formats.named("int8"), **empty)
+
+
 def test_a_format_has_its_blocks_and_whole_groups() -> None:
     int4, fp8 = formats.FORMATS["int4"], formats.FORMATS["fp8"]
     assert int4.block((1, 32), 4, 64) == (1, 32)

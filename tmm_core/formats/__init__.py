@@ -8,6 +8,7 @@ hook ``tmm_formats``.
 from __future__ import annotations
 
 import importlib
+import math
 import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -51,6 +52,9 @@ class Format:
             dtype of 16 bits or more, as ``dequantize``. A plain function, in which
             ``tl`` is Triton's language, or one under ``@triton.jit``; None: only BLAS serves the
             format, unless a kernel names it.
+
+    Raises:
+        TypeError, ValueError: A field is of another type, or out of bounds.
     """
 
     name: str
@@ -69,6 +73,21 @@ class Format:
     implied: bool = False
     native: bool = False
     decode: Callable[..., Any] | None = None
+
+    def __post_init__(self) -> None:
+        self.check()
+
+    def check(self) -> None:
+        """Check all fields, so that a product of this format fails where the format is declared.
+
+        Raises:
+            TypeError, ValueError: As the constructor.
+        """
+        for name, (fits, wanted) in _FIELDS.items():
+            if not fits(value := getattr(self, name)):
+                raise TypeError(f"a format's {name} is {wanted}, got a {type(value).__name__}")
+        if self.pack < 1 or not self.storage or not self.grids or not self.scale_dtypes:
+            raise ValueError(f"format {self.name!r} stores no codes, or has no scales")
 
     def __str__(self) -> str:
         return " and ".join(str(dtype).removeprefix("torch.") for dtype in self.storage)
@@ -187,6 +206,47 @@ class Pair(NamedTuple):
         """Values in a stored element of each operand."""
         return 1 if self.a is None else self.a.pack, 1 if self.b is None else self.b.pack
 
+
+def _tuple_of(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: type(value) is tuple and all(map(fits, value))
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)
+
+
+def _is_block(value: Any) -> bool:
+    return type(value) in (tuple, list) and [*map(type, value)] == [int, int]
+
+
+def _is_dtype(value: Any) -> bool:
+    return type(value) is torch.dtype
+
+
+def _is_flag(value: Any) -> bool:
+    return type(value) is bool
+
+
+#: What each field of a format is: a check, and its description. Exact types, since a subclass of a
+#: number or a tuple may compare and iterate as it likes.
+_FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "name": (lambda value: type(value) is str, "a text"),
+    "storage": (_tuple_of(_is_dtype), "a tuple of dtypes"),
+    "quantize": (callable, "a function"),
+    "dequantize": (callable, "a function"),
+    "tolerance": (_is_number, "a number"),
+    "pack": (lambda value: type(value) is int, "a number of codes"),
+    "grids": (_tuple_of(_is_block), "a tuple of pairs (outer, k)"),
+    "short": (_is_flag, "True or False"),
+    "scale_dtypes": (_tuple_of(_is_dtype), "a tuple of dtypes"),
+    "zeros": (_is_flag, "True or False"),
+    "origin": (_is_number, "a number"),
+    "limit": (lambda value: value is None or _is_number(value), "a number or None"),
+    "result": (_is_dtype, "a dtype"),
+    "implied": (_is_flag, "True or False"),
+    "native": (_is_flag, "True or False"),
+    "decode": (lambda value: value is None or callable(value), "a function or None"),
+}
 
 #: All formats by name, and the formats that a storage dtype implies.
 FORMATS: dict[str, Format] = {}

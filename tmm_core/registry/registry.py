@@ -321,6 +321,12 @@ class Registry:
             raise PluginError(f"tmm_epilogues must return Epilogue objects, got {shown(epilogue)}")
         if not is_name(epilogue.name):
             raise PluginError(f"an epilogue's name is {shown(epilogue.name)}, not {A_NAME}")
+        try:
+            epilogue.check_types()
+        except TypeError as error:
+            raise PluginError(error_message(error)) from error
+        if type(given := epilogue.parameters) is not tuple or {*map(type, given)} - {float}:
+            raise PluginError(f"epilogue {epilogue.name!r}: parameters is a tuple of numbers")
         if (other := self._epilogues.get(epilogue.name)) is not None:
             raise PluginError(f"epilogue {epilogue.name!r} is already registered by {other[1]}")
         self._epilogues[epilogue.name] = (epilogue, source)
@@ -332,9 +338,10 @@ class Registry:
         if not is_name(form.name):
             raise PluginError(f"a format's name is {shown(form.name)}, not {A_NAME}")
         try:
+            form.check()
             formats.add(form)
-        except ValueError as error:
-            raise PluginError(str(error)) from error
+        except (TypeError, ValueError) as error:
+            raise PluginError(error_message(error)) from error
 
     # -- queries ---------------------------------------------------------------------
 

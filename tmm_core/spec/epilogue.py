@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Union
 
 import torch
 
-from tmm_core.errors import reraise
+from tmm_core.errors import reraise, shown
 from tmm_core.spec.code import PROCESS
 from tmm_core.spec.identity import cells_of, frozen, identity, lasting_text
 from tmm_core.spec.port import DTYPES, Port
@@ -78,7 +78,7 @@ class Epilogue:
         ValueError: The name is no identifier. A parameter is not finite, or not above 0 in a
             ``positive`` epilogue. Two outputs have one name. Or an interleaved epilogue is not
             gated, or has a derivative.
-        TypeError: A device function is not a function.
+        TypeError: A function, a flag or a tuple is of another type.
     """
 
     name: str
@@ -102,6 +102,7 @@ class Epilogue:
     builtin: bool = field(default=False, repr=False)
 
     def __post_init__(self) -> None:
+        self.check_types()
         if not self.stages and not self.name.isidentifier():
             raise ValueError(f"epilogue name must be an identifier, got {self.name!r}")
         given = _defaults(self) if self.parameters is None else self.parameters
@@ -110,15 +111,35 @@ class Epilogue:
             raise ValueError(f"epilogue {self.name!r}: parameters must be finite numbers")
         if self.positive and min(self.parameters) < _LEAST_POSITIVE:
             raise ValueError(f"epilogue {self}: its parameters must be above 0")
-        for function in (self.device, self.device_derivative):
-            if function is not None and not callable(function):
-                raise TypeError(f"epilogue {self.name!r}: {function!r} is no device function")
         if self.interleaved and not self.gated:
             raise ValueError(f"epilogue {self.name!r} is interleaved but not gated")
         if self.interleaved and (self.derivative or self.device_derivative):
             raise ValueError(f"interleaved epilogue {self.name!r} takes no derivative")
         if len({port.name for port in self.outputs}) < len(self.outputs):
             raise ValueError(f"epilogue {self.name!r} has two outputs of one name")
+
+    def check_types(self) -> None:
+        """Check the types of all fields but the parameters. A flag that is a tensor would make
+        every kernel fail at the problems that it declares.
+
+        Raises:
+            TypeError: One is of another type.
+        """
+        if not isinstance(self.name, str):
+            raise TypeError(f"an epilogue's name is a text, got {shown(self.name)}")
+        about = f"epilogue {self.name!r}"
+        for name in (*_FUNCTIONS, "outputs_of"):
+            function = getattr(self, name)
+            if not callable(function) and (function is not None or name == "reference"):
+                kind = "device function" if name.startswith("device") else "function"
+                raise TypeError(f"{about}: {name}: {shown(function)} is no {kind}")
+        for name in ("gated", "interleaved", "linear", "positive", "builtin"):
+            if type(flag := getattr(self, name)) is not bool:
+                raise TypeError(f"{about}: {name} is True or False, got {shown(flag)}")
+        for name, member in (("outputs", Port), ("stages", Epilogue)):
+            given = getattr(self, name)
+            if type(given) is not tuple or not all(issubclass(type(g), member) for g in given):
+                raise TypeError(f"{about}: {name} is a tuple of {member.__name__}s")
 
     @cached_property
     def key(self) -> str:
