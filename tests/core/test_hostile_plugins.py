@@ -580,6 +580,42 @@ def test_it_costs_itself_and_one_warning(behaviour: str, others_are_believed: No
     assert torch.equal(before[2], after[2])
 
 
+#: Changes of the process that a plugin's ``bind`` may make, and what they change.
+CHANGES: dict[str, tuple[Callable[[], object], Callable[[], Any]]] = {
+    "sets the default dtype": (
+        lambda: torch.set_default_dtype(torch.float64), torch.get_default_dtype,
+    ),
+    "sets a variable of the environment": (
+        lambda: os.environ.update(SET_BY_BIND="1"), lambda: os.environ.get("SET_BY_BIND"),
+    ),
+    "ignores warnings": (
+        lambda: warnings.filters.insert(0, ("ignore", None, Warning, None, 7)),  # type: ignore[attr-defined]
+        lambda: ("ignore", None, Warning, None, 7) in warnings.filters,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_bind_changes_nothing_else(name: str, others_are_believed: None) -> None:
+    change, state = CHANGES[name]
+
+    class Binding(FakeKernel):
+        def bind(self, problem: Any, config: Any) -> Any:
+            change()
+            return super().bind(problem, config)
+
+    install(lambda: plugin(Binding("bad", estimate=1.0)))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        before = state()
+        assert is_right()
+        assert state() == before
+    (message,) = [str(each.message) for each in caught]
+    assert names_it(message)
+    assert "bind changed" in message
+    assert tmm_core.plan(A, B).kernel == "good"
+
+
 def test_a_config_without_a_text_is_explained() -> None:
     members = {"config_type": Mute, "configs": lambda *_: [Mute(tile=3)]}
     kernel: Any = type("Bad", (FakeKernel,), {**members, "default_config": lambda *_: Mute(tile=3)})

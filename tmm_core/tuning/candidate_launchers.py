@@ -7,6 +7,7 @@ others are bound in parallel. Several candidates that hang time out together.
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections.abc import Iterable, Sequence
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from tmm_core.errors import reraise
+from tmm_core.registry.query import CheckedKernel
 from tmm_core.spec.kernel import Candidate
 from tmm_core.spec.launcher import BASELINE, Launcher
 from tmm_core.spec.problem import Problem
@@ -23,8 +25,10 @@ from tmm_core.spec.steps import Steps
 from tmm_core.spec.threads import start_thread
 from tmm_core.tuning.compile_pool import Compilers
 from tmm_core.tuning.first_launch import FirstLaunches
+from tmm_core.verify import process_state
 from tmm_core.verify.data_sets import default_limit
 from tmm_core.verify.environment_faults import BUDGET_ENDED
+from tmm_core.verify.forms import WrongError
 
 #: Seconds one candidate may take to bind.
 BIND_LIMIT = 60.0
@@ -229,8 +233,20 @@ class CandidateLaunchers:
             problem, candidate = job
             if self.deadline.passed and candidate.kernel.name != BASELINE:
                 raise CancelledError
-            return candidate.kernel.bind(problem, candidate.config)
+            return _launcher(problem, candidate, self._device)
         except CancelledError:
             return TimeoutError(BUDGET_ENDED)
         except BaseException as error:  # compilers raise SystemExit and worse
             return error
+
+
+def _launcher(problem: Problem, candidate: Candidate, device: torch.device) -> Launcher:
+    """Bind a candidate. A plugin's code is watched, as its launches are."""
+    kernel = candidate.kernel
+    bind = functools.partial(kernel.bind, problem, candidate.config)
+    if not isinstance(kernel, CheckedKernel) or kernel.source.is_ours:
+        return bind()
+    launcher, changed = process_state.watched(bind, device)
+    if changed:
+        raise WrongError(f"bind changed {' and '.join(changed)}")
+    return launcher

@@ -437,10 +437,11 @@ class State:
 
 
 def watched(call: Callable[[], T], device: torch.device) -> tuple[T, list[str]]:
-    """Make a launch, and restore what it changed; returns the result and the names of these pieces.
+    """Call a plugin's code, and restore what it changed; returns the result and the names of these
+    pieces.
 
     Another thread may have changed state that threads share. So a change of shared state counts
-    only if two further launches repeat it, and if it does not happen while this thread waits.
+    only if two further calls repeat it, and if it does not happen while this thread waits.
     Otherwise it is not undone.
     """
     before = State(device)
