@@ -377,7 +377,7 @@ def test_a_caller_names_a_group_or_a_block() -> None:
     [
         ("name", 3), ("storage", torch.int8), ("storage", (3,)), ("quantize", None),
         ("dequantize", "x"), ("tolerance", math.nan), ("tolerance", True), ("pack", 2.0),
-        ("grids", [(1, 32)]), ("grids", ((1, 32, 4),)), ("grids", ((1, "x"),)), ("short", 1),
+        ("grids", 32), ("grids", ((1, 32, 4),)), ("grids", ((1, "x"),)), ("short", 1),
         ("scale_dtypes", ("float32",)), ("zeros", None), ("origin", torch.ones(())),
         ("limit", math.inf), ("result", "bfloat16"), ("implied", 0), ("native", torch.ones(2)),
         ("decode", 3),

@@ -467,6 +467,12 @@ def odd_epilogue() -> Any:
     return [epilogue]
 
 
+def flagged_epilogue() -> Any:
+    epilogue = Epilogue("fine", lambda z: z)
+    object.__setattr__(epilogue, "interleaved", torch.ones(2))
+    return [epilogue]
+
+
 PLUGINS: dict[str, Callable[[], Any]] = {
     **{f"import raises {name}": raises(error) for name, error in ERRORS.items()},
     **{f"a hook raises {n}": lambda e=e: Hooks(raises(e)) for n, e in ERRORS.items()},
@@ -488,6 +494,7 @@ PLUGINS: dict[str, Callable[[], Any]] = {
         gives([]), lambda: [Epilogue("relu", lambda z: z)]
     ),
     "an epilogue's name is two lines": lambda: Hooks(gives([]), odd_epilogue),
+    "an epilogue's flag is a tensor": lambda: Hooks(gives([]), flagged_epilogue),
 }
 
 BEHAVIOURS: dict[str, Callable[[], Any]] = {

@@ -208,7 +208,7 @@ class Pair(NamedTuple):
 
 
 def _tuple_of(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda value: type(value) is tuple and all(map(fits, value))
+    return lambda value: type(value) in (tuple, list) and all(map(fits, value))
 
 
 def _is_number(value: Any) -> bool:

@@ -138,7 +138,8 @@ class Epilogue:
                 raise TypeError(f"{about}: {name} is True or False, got {shown(flag)}")
         for name, member in (("outputs", Port), ("stages", Epilogue)):
             given = getattr(self, name)
-            if type(given) is not tuple or not all(issubclass(type(g), member) for g in given):
+            listed = type(given) in (tuple, list)
+            if not listed or not all(issubclass(type(each), member) for each in given):
                 raise TypeError(f"{about}: {name} is a tuple of {member.__name__}s")
 
     @cached_property
