@@ -1147,8 +1147,8 @@ def test_what_another_m_shows_of_a_candidate(late: bool) -> None:
     assert failed == ({} if late else {"wrong": "wrong"})
     assert late or str(runs["wrong"].reason).startswith("at M=33: ")
     faults = [fault for found in one._findings.faults.values() for fault in found]
-    assert [kernel for kernel, _ in faults] == ([] if late else ["raises"])
-    assert all(reason.startswith("at M=33: ValueError: boom") for _, reason in faults)
+    assert [fault.kernel for fault in faults] == ([] if late else ["raises"])
+    assert all(fault.reason.startswith("at M=33: ValueError: boom") for fault in faults)
     left = one._findings.left
     assert {name for name, _ in left} == (set() if late else {"full", "unbound"})
     assert all(why.reason.startswith("at M=33: ") for why in left.values())
