@@ -265,6 +265,48 @@ def test_each_piece_of_state_is_put_back(
     assert sys.gettrace() is tracer
 
 
+#: Only the main thread installs handlers. New threads take over the number of torch's threads.
+NOT_SEEN = ("the handlers of signals", "the number of torch's threads")
+ELSEWHERE = [(name, change) for name, change in CHANGES if name not in NOT_SEEN] + [
+    ("torch's default device", lambda: torch.set_default_device("meta")),
+    ("torch's default dtype", lambda: torch.set_default_dtype(torch.float64)),
+    ("the grad mode", lambda: torch.set_grad_enabled(False)),
+    ("anomaly detection", lambda: torch.set_anomaly_enabled(True)),
+]
+
+
+@pytest.mark.parametrize(("name", "change"), ELSEWHERE, ids=[name for name, _ in ELSEWHERE])
+def test_a_piece_is_of_one_thread_if_no_other_thread_can_change_it(
+    name: str, change: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("OF_THE_PROGRAM", "0")
+    monkeypatch.chdir(tmp_path)
+    piece, changed = process_state.PIECES[name], threading.Event()
+    seen = threading.Event()
+
+    def other() -> list[str]:
+        state = process_state.State(CPU)
+        change()
+        changed.set()
+        seen.wait(30)
+        names = state.changed()
+        for each in names:  # restore() restores no generator beside the main thread
+            _, write, _ = process_state.PIECES[each]
+            assert write is not None
+            write(state._values[each])
+        return names
+
+    before = piece.read()
+    with ThreadPoolExecutor(1) as pool:
+        names = pool.submit(other)
+        assert changed.wait(30)
+        after = piece.read()
+        seen.set()
+        assert names.result() == [name]
+    assert (after == before) == (piece.owner == "thread")
+    assert piece.read() == before
+
+
 def test_what_a_launch_changes_once_is_no_change_of_its_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
