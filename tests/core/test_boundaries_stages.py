@@ -491,6 +491,87 @@ def test_findings_say_whether_the_tuning_verified_its_winner() -> None:
     assert old is (record.best.kernel == "blas")
 
 
+@pytest.mark.parametrize(
+    ("wrong", "races"),
+    [
+        ((), ["blas1 k1 k2 k3 k4"]),
+        ((1,), ["blas1 k1 k2 k3 k4", "blas1 k2 k3 k4"]),
+        ((1, 2), ["blas1 k1 k2 k3 k4", "blas1 k2 k3 k4", "blas1 k3 k4"]),
+        ((1, 2, 3), ["blas1 k1 k2 k3 k4", "blas1 k2 k3 k4", "blas1 k3 k4"]),
+    ],
+)
+def test_after_a_wrong_winner_those_that_it_kept_out_race(
+    wrong: tuple[int, ...], races: list[str]
+) -> None:
+    """There are three races at most."""
+    one, seen, kernel = tuning(Timer()), list[str](), FakeKernel("k")
+    one.runs = [run("blas", 9.0), *(run("k", tile, tile, kernel) for tile in (1, 2, 3, 4))]
+    one.runs.append(run("gone", 0.5, runner=None))
+
+    def race(racing: list[CandidateRun]) -> Any:
+        yield ()
+        seen.append(names(racing))
+        return racing[:2]  # BLAS and the fastest
+
+    def verify(winner: CandidateRun) -> Any:
+        yield ()
+        winner.verified = True
+        if winner.candidate.config.to_json()["tile"] in wrong:
+            winner.fail("another result", "wrong")
+
+    stubs: Any = one
+    stubs._search = stubs._measure_inside = lambda _: iter(())
+    stubs._race, stubs._verify_whole = race, verify
+    drained(one.run(Search(problem(), [], [])))
+    assert seen == races
+
+
+SAME = "no such header"
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "recorded", "left", "faults"),
+    [
+        # A kernel with one config within the budget counts as tried; for other causes it does not.
+        (["k1", "k2 failed budget"], "blas1 k1", {}, {}),
+        (["k1", "c1 failed budget"], "blas1 k1", {"c": "budget"}, {}),
+        (["k1", "k2 failed toolchain"], "blas1 k1", {"k": "toolchain"}, {}),
+        (["k1 failed", "k2 failed budget"], "blas1 k1", {}, {"k": SAME}),
+        # The causes that stay are those of the environment.
+        (["k1", "a1 failed hung", "b1 wrong"], "blas1 k1 b1", {"a": "hung"},
+         {"a": SAME, "b": SAME}),
+        # All kernels failed in the same way.
+        (["a1 failed", "b1 failed"], "blas1", {"a": "alike", "b": "alike"},
+         {"a": f"{SAME}; every kernel failed so", "b": f"{SAME}; every kernel failed so"}),
+        (["a1 failed", "b1 failed passing"], "blas1", {"a": "alike", "b": "passing"},
+         {"a": f"{SAME}; every kernel failed so"}),
+        (["a1 failed", "a2 failed"], "blas1 a1 a2", {}, {"a": SAME}),
+        (["a1 failed", "b1 failed", "c1"], "blas1 a1 b1 c1", {}, {"a": SAME, "b": SAME}),
+    ],
+)  # fmt: skip
+def test_which_outcomes_are_recorded_left_for_later_or_reported(
+    outcomes: list[str], recorded: str, left: dict[str, str], faults: dict[str, str]
+) -> None:
+    one = tuning(Timer())
+    one.runs, kernels = [run("blas", 5.0, status="ok")], {n: FakeKernel(n) for n in "kabc"}
+    for outcome in outcomes:
+        named, status, cause = [*outcome.split(), "", ""][:3]
+        name, tile = named[:-1], int(named[-1])
+        found = run(name, 4.0, tile, kernels[name], status=status or "ok", cause=cause or None)
+        if status:
+            found.samples, found.reason, found.raised = [], SAME, ValueError("x")
+        if cause == "budget":
+            found.reason = BUDGET_ENDED
+        one.runs.append(found)
+    results = one.conclude()
+    assert " ".join(f"{each.kernel}{each.config['tile']}" for each in results) == recorded
+    findings = one._findings
+    assert {name: why.cause for (name, _), why in findings.left.items()} == left
+    reported = [fault for each in findings.faults.values() for fault in each]
+    assert {fault.kernel: fault.reason.partition(" (")[0] for fault in reported} == faults
+    assert not any(each.raised for each in one.runs)
+
+
 def test_tried_kernels_are_noted_and_the_timer_is_the_devices() -> None:
     found = Findings()
     found.tried |= {("old", "1")}  # type: ignore[assignment]

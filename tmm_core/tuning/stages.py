@@ -139,7 +139,7 @@ class Tuning:
             self._require_baseline()
             # A fast but wrong candidate kept others out of the race.
             racing = [run for run in racing if run.runner is not None]
-            if not racing or all(run.status == "ok" for run in finalists):
+            if all(run.status == "ok" for run in finalists):
                 return
 
     def _is_late(self) -> bool:
