@@ -166,6 +166,23 @@ def test_the_reference_in_pieces_is_plain_mathematics(along: Any, room: int) -> 
     torch.testing.assert_close(sample.numbers, right[..., some, :5])
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("lacking", [0, 1])
+def test_large_products_of_16_bits_are_summed_in_fp32(
+    dtype: torch.dtype, lacking: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Up to a number of operations the sums are exact: fp64 holds these integers, fp32 does not."""
+    operand, generator = Operand(dtype), random_inputs.seeded(CPU, 5)
+    instance = problem(m=16, n=16, k=64, a=operand, b=operand, out=Operand(torch.float32))
+    a, b = torch.randint(-255, 256, (2, 64, 16), generator=generator)
+    inputs = Inputs((a * 2**16).to(dtype).t().contiguous(), b.to(dtype))
+    inputs.a[:, ::2] = b[:16, :1].to(dtype)  # sums of numbers that differ in size
+    monkeypatch.setattr(compare, "FP64_FLOPS", instance.flops - lacking)
+    exact = (inputs.a.double() @ inputs.b.double()).float()
+    same = torch.equal(compare.expected(instance, inputs).numbers, exact)
+    assert same == (dtype == torch.float32 or not lacking)
+
+
 def test_an_error_is_also_relative_to_what_a_right_kernel_may_lose() -> None:
     """A sum that cancels has rounded terms, and a stage may exceed the dtype's range."""
     cancels = torch.tensor([[1000.0, -1000.0], [1.0, 0.0]]).half()
