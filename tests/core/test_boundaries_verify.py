@@ -24,6 +24,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from tmm_core import Groups, Operand, Port
 from tmm_core.epilogues import parse
 from tmm_core.epilogues.clamped_swiglu import CLAMPED
+from tmm_core.formats import FORMATS
 from tmm_core.spec.launcher import Bound
 from tmm_core.spec.operand import Scale
 from tmm_core.verify import (
@@ -282,6 +283,19 @@ def test_the_error_of_a_right_kernel(
     assert compare._bound(stage, piece).item() == pytest.approx(weight * more, rel=1e-9)
     cut = compare._bound(stage, piece._replace(z=-5 * exact))
     assert cut.item() == pytest.approx(weight * compare.SMALLER * least, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "form", "limit"),
+    [(BF16, "int8", 1.6e-2), (torch.float32, "int8", 2e-5), (torch.float32, "fp8", 4e-3)],
+)
+def test_dequantised_values_may_be_rounded(dtype: torch.dtype, form: str, limit: float) -> None:
+    """A format without a tolerance of its own has the result's."""
+    one, weight = Operand(dtype), Operand(FORMATS[form].storage[0], format=form)
+    instance = problem(k=16, a=one, b=weight, out=one)
+    zero = torch.zeros(1, 1, dtype=torch.float64)
+    piece = compare.Piece(zero, zero + 1, zero, 1.0, zero, 1.0)
+    assert compare._bound(instance, piece).item() == pytest.approx(limit + 2.0**-20, rel=1e-9)
 
 
 @pytest.mark.parametrize(("k", "rounded"), [(1, 2.0**-22), (1024, 2.0**-17), (4096, 2.0**-15)])
