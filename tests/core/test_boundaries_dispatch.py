@@ -999,6 +999,22 @@ def test_an_adopted_record_that_is_stored_is_not_written_again(
     d.adopt(problem(), record)
 
 
+@pytest.mark.parametrize("mode", [False, True])
+def test_an_adopted_winner_is_verified_in_the_mode_of_its_record(
+    mode: bool, tmp_path: Path
+) -> None:
+    """Ranks adopt a record whose tuning verified the winner on one of them."""
+    kernel = FakeKernel("fast")
+    d, _ = dispatcher(FakeBlas(), kernel, root=tmp_path)
+    record = recorded(problem(batch_invariant=mode), result("fast", 5.0))
+    d.adopt(problem(batch_invariant=not mode), record)
+    (winner,) = [each for each in d.registry.kernels() if each.name == "fast"]
+    for other in (False, True):
+        instance = problem(batch_invariant=other)
+        candidate = Candidate(winner, FakeConfig())
+        assert d.first_use.is_verified(instance, candidate) == (other == mode)
+
+
 def test_an_adopted_record_answers_although_the_disk_refuses_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -1075,6 +1091,10 @@ def test_what_is_compiled_ahead(interpreted: bool, stored: bool, tmp_path: Path)
     assert tuner.prepared == ({} if idle else {instance: ["fast", "blas"]})  # type: ignore[comparison-overlap]
     d.prepare(instance, settings())  # its candidates compile already
     assert list(tuner.prepared.values()) == ([] if idle else [["fast", "blas"]])  # type: ignore[comparison-overlap]
+    tuner.prepared.clear()
+    own = replace(instance, batch_invariant=True)  # a record of its own
+    d.prepare(own, settings(), force=True)
+    assert list(tuner.prepared) == ([] if interpreted else [own])
 
 
 @pytest.mark.parametrize("cuda", [False, True])

@@ -894,3 +894,42 @@ def test_an_activation_is_reported_by_its_module_or_its_function() -> None:
     for model, act, own in ((Model(), "act", "the model"), (nn.Sequential(Model()), "0.act", "0")):
         found = convert(model).not_fused
         assert [(each.path, each.activation) for each in found] == [(act, "SiLU"), (own, "gelu()")]
+
+
+class Attention(nn.Module):
+    """Projects one input three times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        leading = x.shape[:-1]
+        shape = (*leading, -1, 4)
+        q = self.q(x).view(shape)
+        k = self.k(x).view(shape)
+        v = self.v(x).view(shape)
+        return self.o((q * k + v).flatten(-2))  # type: ignore[no-any-return]
+
+
+class Activated(Attention):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        leading = x.shape[:-1]
+        shape = (*leading, -1, 4)
+        q = self.q(x).view(shape)
+        k = self.k(x).view(shape)
+        v = self.v(x).view(shape)
+        return torch.relu(self.o((q * k + v).flatten(-2)))
+
+
+@pytest.mark.parametrize(("kind", "apart"), [(Activated, ["relu()"]), (Attention, [])])
+def test_a_forward_whose_projections_are_joined_has_no_fused_activation(
+    kind: type[nn.Module], apart: list[str]
+) -> None:
+    """It reads the shape of its input to split the heads, so it is not traced."""
+    model, x = kind(), torch.randn(2, 4, 8)
+    right = model(x)
+    report = convert(model)
+    assert [change.kind for change in report.changes if change.kind != "linear"] == ["joint"]
+    assert [each.activation for each in report.not_fused] == apart
+    torch.testing.assert_close(model(x), right)

@@ -229,8 +229,9 @@ class _Conversion:
     def _project(self, module: nn.Module) -> None:
         """Compute in one product the projections that an attention's forward makes of one input."""
         kind: Any = type(module)
-        if own(kind) is not kind or module in self._classes or "forward" in vars(module):
+        if own(kind) is not kind or "forward" in vars(module):
             return
+        # Such a forward reads the shape of its input, so it has no fused activation.
         names = projections.names_of(kind)
         layers: list[Any] = [module._modules.get(name) for name in names]
         if not names or any(self._layers.get(layer) is not Linear for layer in layers):
