@@ -933,3 +933,18 @@ def test_a_forward_whose_projections_are_joined_has_no_fused_activation(
     assert [change.kind for change in report.changes if change.kind != "linear"] == ["joint"]
     assert [each.activation for each in report.not_fused] == apart
     torch.testing.assert_close(model(x), right)
+
+
+def test_a_forward_that_wraps_itself_is_read_as_it_is() -> None:
+    class Wrapped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.weight = nn.Linear(8, 8), nn.Parameter(torch.ones(8, 8))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.a(x) @ self.weight
+
+    Wrapped.forward.__wrapped__ = Wrapped.forward  # type: ignore[attr-defined]
+    report = convert(Wrapped())
+    assert [change.path for change in report.changes] == ["a"]
+    assert [item.path for item in report.left] == ["the model"]

@@ -149,7 +149,7 @@ def _projected(forward: Any) -> tuple[str, ...]:
     try:
         source = textwrap.dedent(inspect.getsource(inspect.unwrap(forward)))
         function = ast.parse(source).body[0]
-    except (OSError, TypeError, SyntaxError) as error:
+    except (OSError, TypeError, ValueError, SyntaxError) as error:  # ValueError: it wraps itself
         reraise(error)
         return ()
     if not isinstance(function, ast.FunctionDef):

@@ -9,6 +9,7 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
+from tmm_base.guards import suppress
 from torch import nn
 
 from tmm_core.epilogues import SPELLINGS
@@ -85,7 +86,8 @@ def _names(module: nn.Module) -> Iterator[tuple[str, str]]:
     seen: set[Any] = set()
     while waiting:
         function, depth = waiting.pop(0)
-        function = inspect.unwrap(function)
+        with suppress(ValueError):  # it wraps itself
+            function = inspect.unwrap(function)
         if not isinstance(function, types.FunctionType) or function in seen:
             continue
         seen.add(function)
