@@ -16,10 +16,12 @@ from tmm_cache import CacheStore, TuningRecord
 
 from tmm_core import Config, Kernel, Launcher, Problem, Traits, errors, hookimpl
 from tmm_core.dispatch.dispatcher import Dispatcher
+from tmm_core.epilogues import BUILTIN
 from tmm_core.registry.registry import Registry
 from tmm_core.settings import Settings
 from tmm_core.spec.code import version_of
 from tmm_core.spec.device import DeviceFingerprint
+from tmm_core.spec.epilogue import INTERNED
 from tmm_core.spec.launcher import Bound
 from tmm_core.spec.operand import Operand, Scale
 from tmm_core.spec.steps import drained
@@ -289,3 +291,9 @@ def installed(*kernels: Kernel[Any]) -> None:
 
     dispatch.default_dispatcher.made, _ = dispatcher(*kernels)
     warm.forget_plans()
+
+
+def forget_interned() -> None:
+    """Forget the epilogues that this process has interned, as a new process does not know them."""
+    for text in INTERNED.keys() - BUILTIN.keys():
+        del INTERNED[text]
