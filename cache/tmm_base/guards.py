@@ -7,6 +7,7 @@ matmul. An exception that interrupts the process, such as Ctrl-C, still propagat
 from __future__ import annotations
 
 import builtins
+import inspect
 import itertools
 import signal
 import sys
@@ -48,6 +49,15 @@ def printable(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
+
+
+def unwrapped(function: Any) -> Any:
+    """The function inside its decorators; the function itself if it wraps itself."""
+    try:
+        return inspect.unwrap(function)
+    except ValueError as error:
+        reraise(error)
+        return function
 
 
 # -- exceptions that are raised again ----------------------------------------------------

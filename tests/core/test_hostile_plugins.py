@@ -587,6 +587,24 @@ def test_it_costs_itself_and_one_warning(behaviour: str, others_are_believed: No
     assert torch.equal(before[2], after[2])
 
 
+@pytest.mark.parametrize("method", ["configs", "bind"])
+def test_a_method_that_wraps_itself_is_reported(method: str, others_are_believed: None) -> None:
+    """The warning gives the place of the method's code."""
+
+    def boom(self: Any, *about: Any) -> Any:
+        raise ValueError("boom")
+
+    boom.__wrapped__ = boom  # type: ignore[attr-defined]
+    install(lambda: plugin(type("Bad", (FakeKernel,), {method: boom})("bad", estimate=1.0)))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert is_right()
+    (message,) = [str(each.message) for each in caught]
+    assert names_it(message)
+    assert "boom" in message
+    assert tmm_core.plan(A, B).kernel == "good"
+
+
 #: Changes of the process that a plugin's ``bind`` may make, and what they change.
 CHANGES: dict[str, tuple[Callable[[], object], Callable[[], Any]]] = {
     "sets the default dtype": (

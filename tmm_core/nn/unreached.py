@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dis
-import inspect
 import sys
 import types
 from collections.abc import Iterator
 from typing import Any
 
-from tmm_base.guards import suppress
+from tmm_base.guards import unwrapped
 from torch import nn
 
 from tmm_core.epilogues import SPELLINGS
@@ -86,8 +85,7 @@ def _names(module: nn.Module) -> Iterator[tuple[str, str]]:
     seen: set[Any] = set()
     while waiting:
         function, depth = waiting.pop(0)
-        with suppress(ValueError):  # it wraps itself
-            function = inspect.unwrap(function)
+        function = unwrapped(function)
         if not isinstance(function, types.FunctionType) or function in seen:
             continue
         seen.add(function)

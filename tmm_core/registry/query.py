@@ -23,7 +23,7 @@ from types import CodeType
 from typing import Any, TypeVar
 
 import torch
-from tmm_base.guards import chain, traceback_of
+from tmm_base.guards import chain, traceback_of, unwrapped
 from tmm_cache.cache_errors import RecordError
 from tmm_cache.fields import (
     A_NAME,
@@ -444,7 +444,7 @@ def _code(kind: type, method: str) -> CodeType | None:
     """The code of a method or property; an attribute has none."""
     member = inspect.getattr_static(kind, method, None)
     function = getattr(member, "fget", None) or getattr(member, "func", None) or member
-    return getattr(inspect.unwrap(function), "__code__", None)
+    return getattr(unwrapped(function), "__code__", None)
 
 
 def _class_place(kind: type) -> str:

@@ -11,13 +11,13 @@ with torch's; device functions on a GPU or, with ``TRITON_INTERPRET=1``, in Trit
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, ClassVar
 
 import pytest
 import torch
+from tmm_base.guards import unwrapped
 
 import tmm_core
 from tmm_core.epilogues import parse
@@ -242,7 +242,7 @@ class EpilogueConformance(Suite):
             functions += [(f"outputs.{port.name}", each) for each in (port.of, port.device)]
         for name, function in functions:
             if function is not None:
-                yield name, inspect.unwrap(getattr(function, "fn", function))
+                yield name, unwrapped(getattr(function, "fn", function))
 
     def _close(self, found: Tensor, exact: Tensor, what: str, limit: float | None) -> None:
         """``limit`` is relative; None: fp32's tolerance of a kernel."""
