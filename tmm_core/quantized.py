@@ -11,6 +11,7 @@ import torch
 from tmm_core import compat, formats
 from tmm_core.formats import grids
 from tmm_core.formats.grids import EXPONENT, ROW, TENSOR, Block
+from tmm_core.spec.arguments import PART
 
 Tensor = torch.Tensor
 
@@ -420,12 +421,12 @@ def unpacked(call: Any, grouped: bool = False) -> Any:
             t._show_parts()
         parts = {"scale": t.scale, "zero": t.zero}
         for part, value in parts.items():
-            name = f"{part}_{operand}"
-            if getattr(call, name) is not None:
-                raise TypeError(f"{name} is given, but a quantised {operand} has its own")
+            role = PART[operand, part]
+            if getattr(call, role.name) is not None:
+                raise TypeError(f"{role.name} is given, but a quantised {operand} has its own")
             if grouped and value is not None and t.block == ROW:
                 value = value.squeeze(along_k)
-            call = call._replace(**{name: value})
+            call = call._replace(**{role.name: value})
         call = call._replace(**{operand: t.stored})
         names[operand] = formats.spelled(t.format, t.block)
     return call._replace(formats=f"{names.get('a', '')},{names.get('b', '')}") if names else call

@@ -100,7 +100,7 @@ FORMATS = [
            "if form is not None and operand.dtype not in form.storage:", "if False:",
            "unsigned numbers are read as signed ones", REFUSED),
     Mutant("unpacked-twice", "tmm_core/quantized.py",
-           "if getattr(call, name) is not None:", "if False:",
+           "if getattr(call, role.name) is not None:", "if False:",
            "a scale that a caller gives is dropped",
            (f"{QUANTIZED}::test_a_scale_is_not_given_twice",)),
     Mutant("unpacked-along-k", "tmm_core/quantized.py",

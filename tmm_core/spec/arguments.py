@@ -158,8 +158,9 @@ GROUPED_EXTRAS = tuple(role.name for role in GROUPED_ROLES if role.extra)
 #: The tensors that a call reads, and the ones that a launch takes by keyword.
 TENSORS = tuple(role.name for role in ROLES if role.is_tensor and role.name != "out")
 EXTRAS = tuple(role.name for role in ROLES if role.extra)
-#: The parts of stored operands, in the order of a call's arguments.
+#: The parts of stored operands, in the order of a call's arguments; and by operand and part.
 PARTS = tuple(role for role in ROLES if role.of)
+PART = {(role.of, role.part): role for role in PARTS}
 #: Their names in launches.
 LAUNCHED_PARTS = tuple(role.keyword for role in PARTS)
 ROWS = tuple(name for name in GROUPED_EXTRAS if name not in EXTRAS)

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 
 from tmm_core.formats import IMPLIED, Format, named, read
-from tmm_core.spec.arguments import LAUNCHED_PARTS, PARTS, ROLE, Arguments, GroupedArguments
+from tmm_core.spec.arguments import LAUNCHED_PARTS, PART, PARTS, ROLE, Arguments, GroupedArguments
 from tmm_core.spec.device import DeviceFingerprint
 from tmm_core.spec.epilogue import IDENTITY, Epilogue
 from tmm_core.spec.groups import Groups
@@ -349,7 +349,7 @@ def stored_operands(call: Arguments | GroupedArguments) -> dict[str, dict[str, A
     :class:`Operand`."""
     found: dict[str, dict[str, Any]] = {}
     for operand, (name, block) in zip(("a", "b"), read(call.formats), strict=True):
-        scale, zero = (getattr(call, f"{part}_{operand}") for part in ("scale", "zero"))
+        scale, zero = (getattr(call, PART[operand, part].name) for part in ("scale", "zero"))
         if name and IMPLIED.get(getattr(call, operand).dtype) is named(name):
             name = ""  # its dtype implies it
         if name or scale is not None:
