@@ -6,8 +6,8 @@ and while it ends. Products on other streams fill these gaps: query, key and val
 host some 40 µs for each product, so they are used only while a CUDA graph is captured. Otherwise
 the products run one after the other.
 
-The pass over compiled graphs makes the calls (:mod:`tmm_core.interop.shared_input`). Gradients are
-those of the separate products.
+The pass over compiled graphs makes the calls (:mod:`tmm_core.interop.shared_input`). Where
+gradients are needed, the products are separate calls.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from typing import Any
 
 import torch
 
-from tmm_core import compat
-from tmm_core.interop import autograd_state, operator
+from tmm_core.interop import operator
 from tmm_core.interop.libraries import define
 from tmm_core.launch.warm import run
 from tmm_core.spec.arguments import ROLES, Arguments
@@ -108,15 +107,6 @@ def _one_by_one(*given: Any) -> list[Tensor]:
     return [matmul(*call) for call in _calls(given)]
 
 
-def _differentiable(*given: Any) -> Any:
-    if torch.is_grad_enabled() or autograd_state.transformed():
-        return _one_by_one(*given)
-    with compat.below_autograd():
-        return concurrent(*given)
-
-
 _types = (f"{role.type}{'[]' if role.name in OWN else ''} {role.name}" for role in _ROLES)
-library = define(f"concurrent({', '.join(_types)}) -> Tensor[]", _run, _one_by_one)
-library.impl("concurrent", _differentiable, "Autograd")
-library.impl("concurrent", _one_by_one, "FuncTorchBatched")
+define(f"concurrent({', '.join(_types)}) -> Tensor[]", _run, _one_by_one, _one_by_one)
 concurrent = torch.ops.tmm.concurrent.default

@@ -7,13 +7,21 @@ from typing import Any
 
 import torch
 
+from tmm_core import compat
+from tmm_core.interop import autograd_state
+
 TAGS = (torch.Tag.pt2_compliant_tag,)
 
 #: The library of each operator.
 _libraries: dict[str, torch.library.Library] = {}
 
 
-def define(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> torch.library.Library:
+def define(
+    schema: str,
+    run: Callable[..., Any],
+    fake: Callable[..., Any],
+    apart: Callable[..., Any] | None = None,
+) -> torch.library.Library:
     """Define the operator ``tmm::name`` in a new library, and return the library, which takes
     further rules. The operator's former library ends.
 
@@ -25,6 +33,7 @@ def define(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> to
         schema: Begins with the name.
         run: Computes the result.
         fake: Returns the result of fake tensors, without values.
+        apart: Computes the result by other operators, where derivatives or a mapping are needed.
     """
     name = schema.partition("(")[0]
     former = _libraries.get(name)
@@ -34,4 +43,22 @@ def define(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> to
     library.define(schema, tags=TAGS)
     library.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"tmm::{name}", fake, lib=library)
+    if apart is not None:
+        library.impl(name, _differentiated(getattr(torch.ops.tmm, name).default, apart), "Autograd")
+        library.impl(name, apart, "FuncTorchBatched")
     return library
+
+
+def _differentiated(operator: Callable[..., Any], apart: Callable[..., Any]) -> Callable[..., Any]:
+    """The rule of an operator for torch's Autograd key."""
+
+    def rule(*given: Any) -> Any:
+        if torch.is_grad_enabled() or autograd_state.transformed():
+            listed = (each if isinstance(each, list) else [each] for each in given)
+            tensors = [t for each in listed for t in each if isinstance(t, torch.Tensor)]
+            if autograd_state.differentiated(*tensors):
+                return apart(*given)
+        with compat.below_autograd():
+            return operator(*given)
+
+    return rule

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tmm_core import api, compat
+from tmm_core import api
 from tmm_core.interop import autograd_state, flops
 from tmm_core.interop.epilogue_kernels import kernels
 from tmm_core.interop.gradients import Call, follow, gradients
@@ -117,14 +117,6 @@ def _halves(t: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
     return t[:rows], t[rows:]
 
 
-def _differentiable(*args: Any) -> Tensor:
-    *tensors, _ = args
-    if autograd_state.differentiated(*tensors):
-        return two_products(*args)
-    with compat.below_autograd():
-        return gated_linear(*args)  # type: ignore[no-any-return]
-
-
 def _fake(
     x: Tensor, gate: Tensor, up: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None,
     epilogue: str,
@@ -135,14 +127,13 @@ def _fake(
 
 
 # A compiled graph cannot query addresses, so the operator does.
-library = define(
+define(
     "gated_linear(Tensor x, Tensor gate, Tensor up, Tensor? gate_bias, Tensor? up_bias, "
     "str epilogue) -> Tensor",
     run,
     _fake,
+    two_products,
 )
-library.impl("gated_linear", _differentiable, "Autograd")
-library.impl("gated_linear", two_products, "FuncTorchBatched")
 flops.count(
     torch.ops.tmm.gated_linear,
     lambda x, gate, up, *_, **__: flops.matmul_flops(x, (x[-1], gate[0] + up[0])),

@@ -147,7 +147,7 @@ def names_of(kind: type[nn.Module]) -> tuple[str, ...]:
 @functools.cache
 def _projected(forward: Any) -> tuple[str, ...]:
     try:
-        source = textwrap.dedent(inspect.getsource(inspect.unwrap(forward)))
+        source = textwrap.dedent(inspect.getsource(forward))
         function = ast.parse(source).body[0]
     except (OSError, TypeError, ValueError, SyntaxError) as error:  # ValueError: it wraps itself
         reraise(error)
@@ -230,20 +230,11 @@ def _apart(x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> Tensor:
     return torch.cat([api.linear(x, weight, bias) for weight, bias in each], -1)
 
 
-def _differentiable(x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> Tensor:
-    if autograd_state.differentiated(x, *weights, *biases):
-        return _apart(x, weights, biases)
-    with compat.below_autograd():
-        return joint_linear(x, weights, biases)  # type: ignore[no-any-return]
-
-
 def _fake(x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> Tensor:
     return x.new_empty((*x.shape[:-1], sum(len(weight) for weight in weights)))
 
 
-library = define("joint_linear(Tensor x, Tensor[] weights, Tensor[] biases) -> Tensor", _run, _fake)
-library.impl("joint_linear", _differentiable, "Autograd")
-library.impl("joint_linear", _apart, "FuncTorchBatched")
+define("joint_linear(Tensor x, Tensor[] weights, Tensor[] biases) -> Tensor", _run, _fake, _apart)
 flops.count(
     torch.ops.tmm.joint_linear,
     lambda x, weights, *_, **__: flops.matmul_flops(x, (x[-1], sum(w[0] for w in weights))),
