@@ -4,7 +4,7 @@ Each graph has several sets of weights, so that no weight stays in L2 from one r
 norm runs before each set and an elementwise operator after it; their time is subtracted. Kernels
 are chosen by records or estimates, without tuning::
 
-    python benchmarks/concurrent.py --rows 1 16 64 256
+    python benchmarks/shared_input.py --rows 1 16 64 256
 """
 
 from __future__ import annotations
