@@ -70,8 +70,8 @@ def _captured(run: Any, x: Tensor) -> tuple[torch.cuda.CUDAGraph, Tensor]:
     return graph, y
 
 
-def _compiled(model: nn.Module, x: Tensor) -> Any:
-    options = tmm_core.inductor_options(when="always")
+def _compiled(model: nn.Module, x: Tensor, **more: Any) -> Any:
+    options = tmm_core.inductor_options(when="always", **more)
     return torch.compile(model, dynamic=False, options=options)
 
 
@@ -128,6 +128,28 @@ def test_quantised_weights(rows: int) -> None:
     expected = model.double()(x.double())
     worst = (usual - expected).abs().max()
     assert (y.double() - expected).abs().max() <= 2 * worst + 1e-2
+
+
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")  # torch's own first one
+@torch.no_grad()
+def test_graphs_that_the_compiler_captures(monkeypatch: Any) -> None:
+    """As by ``mode="reduce-overhead"``: the compiler captures, and owns the memory of results."""
+    counts: list[int] = []
+    at_once = concurrent_operator._at_once
+
+    def counted(calls: Any, device: Any) -> Any:
+        counts.append(len(calls))
+        return at_once(calls, device)
+
+    monkeypatch.setattr(concurrent_operator, "_at_once", counted)
+    model, x = _model(False), torch.randn(16, WIDTH, device="cuda", dtype=torch.bfloat16)
+    with tmm_core.override(on_cache_miss="heuristic"):
+        compiled = _compiled(model, x)
+        captured = _compiled(model, x, **{"triton.cudagraphs": True})
+        for _ in range(10):
+            x.normal_()
+            assert torch.equal(captured(x), compiled(x))
+    assert counts == [3, 2] * LAYERS
 
 
 @torch.no_grad()
