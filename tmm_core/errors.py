@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 from tmm_base.guards import foreign_place as foreign_place
+from tmm_base.guards import of_the_call as of_the_call
 from tmm_base.guards import reraise as reraise
 from tmm_base.guards import warn_caller
 

@@ -12,10 +12,12 @@ import itertools
 import signal
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from types import CodeType, FrameType, FunctionType, MethodType, TracebackType
-from typing import Any, Final
+from typing import Any, Final, TypeVar
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 #: The packages of this distribution.
 OWN_PACKAGES: Final = {"tmm_base", "tmm_cache", "tmm_core", "tmm_blas", "tmm_triton"}
@@ -73,9 +75,12 @@ def reraise(error: BaseException) -> None:
     - an exception that a signal handler raised, wherever it interrupted the process, also if the
       guarded code raised another one from it;
     - a warning of tmm's own under ``-W error``;
-    - a ``BaseException`` that no foreign frame raised, such as one set from another thread.
+    - a ``BaseException`` that no foreign frame raised, such as one set from another thread;
+    - a ``BaseException``, also ``SystemExit``, of a function that belongs to the user's call
+      (:func:`of_the_call`).
 
-    ``SystemExit`` is raised again only from a signal handler: a plugin may call ``sys.exit``.
+    Another ``SystemExit`` is raised again only from a signal handler: a plugin may call
+    ``sys.exit``.
     """
     for cause in chain(error, suppressed=True):
         if _must_reraise(cause, frames_of(cause)):
@@ -85,6 +90,13 @@ def reraise(error: BaseException) -> None:
                 # The traceback has this frame: such a cycle would keep what the interrupted frames
                 # hold, a lock for example, until the cyclic GC runs.
                 del cause, error
+
+
+def of_the_call(function: _Function) -> _Function:
+    """Decorate a function that runs code of the user's call. No guard holds back an exception that
+    is no ``Exception`` and that passed through it."""
+    _OF_THE_CALL.add(id(function.__code__))
+    return function
 
 
 def chain(error: BaseException, *, suppressed: bool = False) -> Iterator[BaseException]:
@@ -138,6 +150,8 @@ def _must_reraise(error: BaseException, frames: Sequence[FrameType]) -> bool:
     handlers = {id(code) for code in _handlers()} if frames else ()
     if any(id(frame.f_code) in handlers or _is_interruption(frame) for frame in frames):
         return True
+    if not issubclass(kind, Exception) and any(id(f.f_code) in _OF_THE_CALL for f in frames):
+        return True
     ordinary = issubclass(kind, Exception | SystemExit | GeneratorExit)
     return not ordinary and not any(map(_is_foreign, frames))
 
@@ -188,6 +202,8 @@ _VARARGS: Final = 0x04
 #: The flag of a function's code (``inspect.CO_OPTIMIZED``).
 _OPTIMIZED: Final = 0x01
 _WARNING_CODE: Final = warn_caller.__code__
+#: The ids of the code of the functions that :func:`of_the_call` decorates.
+_OF_THE_CALL: Final[set[int]] = set()
 
 
 def traceback_of(error: BaseException) -> Iterator[TracebackType]:

@@ -15,6 +15,8 @@ TUNING = "tests/core/test_boundaries_tuning.py"
 LAYOUT = "tests/test_layout.py"
 THREADS = "tests/core/test_threads.py"
 SUPPORTS = "tests/core/test_supports.py"
+CLOCKS = "tests/core/test_clocks.py"
+EXCEPTIONS = "tests/core/test_epilogue_exceptions.py"
 
 ENVIRON = [
     Mutant(
@@ -439,5 +441,45 @@ ENVIRON = [
         "except (FileNotFoundError, NotADirectoryError) as error:",
         "a home that may not be entered is 'Permission denied', and none of its parents is examined",
         (f"{ENVIRONMENT}::test_folders_that_triton_cannot_use",),
+    ),
+    Mutant(
+        "clock-stands-still",
+        "tuning/timing.py",
+        "if not 0 < us < math.inf:",
+        "if us == math.inf:",
+        "a frozen clock is a division by zero in every round, each with its warning",
+        (CLOCKS,),
+    ),
+    Mutant(
+        "clock-warned-once",
+        "tuning/stages.py",
+        "if not self._untimed or self._is_reported:",
+        "if not self._untimed:",
+        "a clock that stops is reported once per round",
+        (f"{CLOCKS}::test_a_clock_that_stops_after_the_first_round",),
+    ),
+    Mutant(
+        "clock-falls",
+        "tuning/tuner.py",
+        "tuning_seconds=max(0.0, round(",
+        "tuning_seconds=max(-1e300, round(",
+        "a clock that goes backwards loses the record",
+        (f"{CLOCKS}::test_a_record_has_no_negative_duration[falling]",),
+    ),
+    Mutant(
+        "epilogue-exits",
+        "launch/warm.py",
+        "if not (own or issubclass(type(error), Exception)):",
+        "if not issubclass(type(error), Exception):",
+        "sys.exit in a call's epilogue is said to be BLAS's fault, except with gradients",
+        (f"{EXCEPTIONS}::test_of_a_reference",),
+    ),
+    Mutant(
+        "epilogue-exits-verified",
+        "tmm_base/guards.py",
+        "if not issubclass(kind, Exception) and any(id(f.f_code) in _OF_THE_CALL for f in frames):",
+        "if False:",
+        "sys.exit in a call's epilogue is said to be the fault of each kernel that is verified",
+        (f"{EXCEPTIONS}::test_verification_blames_no_kernel",),
     ),
 ]

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tmm_core import compat, settings
-from tmm_core.errors import PluginError, error_text, reraise
+from tmm_core.errors import PluginError, error_text, foreign_place, reraise
 from tmm_core.launch.check import PLAIN, addressable, check, result_dtype
 from tmm_core.launch.codegen import written
 from tmm_core.launch.collector import garbage_kept
@@ -324,7 +324,10 @@ def quarantine(plan: Any, error: BaseException) -> bool:
     hopeless = plan.choice.origin == "forced" or plan.kernel == BASELINE
     # Not isinstance, which reads __class__ of a foreign exception.
     if hopeless or issubclass(type(error), torch.OutOfMemoryError):
-        if not issubclass(type(error), Exception):
+        # Foreign code in BLAS is the call's own: its epilogue, or a mode. Torch would not hold back
+        # an exception of it, either.
+        own = plan.kernel == BASELINE and bool(foreign_place(error))
+        if not (own or issubclass(type(error), Exception)):
             raise PluginError(f"kernel {plan.kernel} raised {error_text(error)}") from error
         return False
     answerer().quarantine(plan.problem, plan.choice, error)

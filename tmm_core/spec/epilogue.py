@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Union
 
 import torch
 
-from tmm_core.errors import reraise, shown
+from tmm_core.errors import of_the_call, reraise, shown
 from tmm_core.spec.code import PROCESS
 from tmm_core.spec.identity import cells_of, frozen, identity, lasting_text
 from tmm_core.spec.port import DTYPES, Port
@@ -357,6 +357,7 @@ class Epilogue:
         """Apply the reference to the whole product ``z`` (of width 2N if gated), in z's dtype."""
         return z if self.is_identity else self.apply_to(*self.inputs(z))
 
+    @of_the_call
     def apply_to(self, *inputs: torch.Tensor) -> torch.Tensor:
         """Apply the reference to its :meth:`inputs`."""
         first, *others = self.stages or (self,)
@@ -379,6 +380,7 @@ class Epilogue:
             return torch.stack([2 * columns, 2 * columns + 1], -1).flatten()
         return torch.cat([columns, columns + n]) if self.gated else columns
 
+    @of_the_call
     def auxiliary(self, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The auxiliary outputs of the result ``y``, by their references, without gradients."""
         y = y.detach()

@@ -9,6 +9,8 @@ from typing import Any, Literal, get_args
 
 import torch
 
+from tmm_core.errors import of_the_call
+
 Tensor = torch.Tensor
 
 Kind = Literal["scalar", "row", "col", "tile", "group"]
@@ -103,6 +105,7 @@ class Port:
         found: Tensor = elements.view(groups, math.prod(rows)).t().unflatten(0, rows)
         return found
 
+    @of_the_call
     def terms(self, y: Tensor) -> Tensor:
         """The elements to be reduced or stored, in fp32, or in fp64 if ``y`` is."""
         wide = y.to(torch.promote_types(y.dtype, torch.float32))

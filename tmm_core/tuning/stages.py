@@ -10,7 +10,7 @@ from typing import Any
 
 from tmm_cache import CandidateResult
 
-from tmm_core.errors import error_text, reraise, warn
+from tmm_core.errors import error_message, error_text, reraise, warn
 from tmm_core.settings import Settings
 from tmm_core.spec.bucket import between, inside
 from tmm_core.spec.device import current_device
@@ -102,6 +102,8 @@ class Tuning:
         #: timed at another M, and those for verification.
         self._share = None if self._memory is None else self._memory // 3
         self._verifier = Verifier(problem, self._device, memory_limit=self._share)
+        #: Why candidates could not be timed; and whether that was reported.
+        self._untimed, self._is_reported = "", False
 
     @functools.cached_property
     def _copies(self) -> Copies:
@@ -123,13 +125,14 @@ class Tuning:
         """Try the candidates of ``search``, then race the best.
 
         Raises:
-            RuntimeError: No candidate runs.
+            RuntimeError: No candidate runs, or none could be timed.
         """
         yield from self._search(search)
         self._require_baseline()
         racing = [run for run in self.runs if run.runner is not None]
         for _ in range(RACES):
             finalists = yield from self._race(racing)
+            self._report_untimed()
             spare = reserves(self._problem, racing)[:MOST_RESERVES]
             for run in [*finalists, *spare]:
                 run.status = "ok"
@@ -327,8 +330,23 @@ class Tuning:
             return (yield from self._sampled(racing, sample))
         except Exception as error:
             reraise(error)
-            warn(f"timing {self._problem} failed: {error}")
+            self._untimed = f"timing {self._problem} failed: {error_message(error)}"
+            if not self.runs or any(run.samples for run in self.runs):
+                self._report_untimed()
             return []
+
+    def _report_untimed(self) -> None:
+        """Warn once that candidates could not be timed.
+
+        Raises:
+            RuntimeError: None was timed. The tuning then ends with this error alone.
+        """
+        if not self._untimed or self._is_reported:
+            return
+        if self.runs and not any(run.samples for run in self.runs):
+            raise RuntimeError(self._untimed)
+        self._is_reported = True
+        warn(self._untimed)
 
     def _race(self, racing: list[CandidateRun]) -> Steps[list[CandidateRun]]:
         """Sample BLAS and the fastest candidates until a winner is clear; returns these."""

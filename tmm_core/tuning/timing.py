@@ -262,7 +262,10 @@ class HostTimer:
             start = time.perf_counter()
             for copy in range(copies):
                 runs[i](copy)
-            samples[i].append((time.perf_counter() - start) * 1e6 / copies)
+            us = (time.perf_counter() - start) * 1e6 / copies
+            if not 0 < us < math.inf:
+                raise RuntimeError(f"time.perf_counter() is no clock: a launch took {us:g} µs")
+            samples[i].append(us)
             yield ()
         return samples
 

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from tmm_core.errors import of_the_call
 from tmm_core.formats import grids
 from tmm_core.spec.epilogue import Epilogue
 from tmm_core.spec.operand import Operand
@@ -268,6 +269,7 @@ def _bound(problem: Problem, piece: Piece) -> torch.Tensor:
     return error * piece.weights
 
 
+@of_the_call
 def _applied(stage: Epilogue, values: Sequence[torch.Tensor]) -> torch.Tensor:
     """One stage of an epilogue, applied to its inputs."""
     return stage.reference(*values, *stage.parameters)
