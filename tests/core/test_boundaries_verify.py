@@ -6,6 +6,7 @@ from __future__ import annotations
 import concurrent.futures
 import ctypes
 import gc
+import importlib.util
 import math
 import platform
 import random
@@ -1079,16 +1080,24 @@ def test_a_folder_that_was_removed_and_numpy_that_is_absent_are_no_state(
     assert process_state._directory() is process_state._numpy_state() is None
     process_state._set_directory(None)
     process_state._set_numpy_state(None)
+    assert process_state.State(CPU).changed() == []
+
+
+def test_what_a_system_lacks_is_no_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "resource", None)
     for module, name in ((process_state.signal, "pthread_sigmask"),
                          (process_state.os, "sched_getaffinity"),
                          (process_state.os, "getpriority")):  # fmt: skip
-        monkeypatch.delattr(module, name, raising=False)
-    assert process_state._blocked() == set()
-    process_state._set_blocked(set())
-    assert process_state._cpus() is None
-    process_state._set_cpus(None)
-    assert process_state._priority() == 0
-    assert process_state.State(CPU).changed() == []
+        monkeypatch.delattr(module, name)
+    spec = importlib.util.spec_from_file_location("process_state_elsewhere", process_state.__file__)
+    assert spec is not None and spec.loader is not None
+    elsewhere = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(elsewhere)
+    assert process_state.PIECES.keys() - elsewhere.PIECES.keys() == {
+        "the signals that are blocked", "the CPUs of the process", "the priority of the process",
+        "the limits of resources",
+    }  # fmt: skip
+    assert elsewhere.State(CPU).changed() == []
 
 
 def test_the_priority_and_the_cpus_are_those_of_the_process(
@@ -1097,7 +1106,9 @@ def test_the_priority_and_the_cpus_are_those_of_the_process(
     priorities, own = {(process_state.os.PRIO_PROCESS, 0): 7}, {0: {3}}
     monkeypatch.setattr(process_state.os, "getpriority", lambda *of: priorities[of], raising=False)
     monkeypatch.setattr(process_state.os, "sched_getaffinity", own.__getitem__, raising=False)
-    assert (process_state._priority(), process_state._cpus()) == (7, {3})
+    pieces = process_state.PIECES
+    assert pieces["the priority of the process"].read() == 7
+    assert pieces["the CPUs of the process"].read() == {3}
 
 
 def test_a_generator_is_shared_by_all_threads() -> None:

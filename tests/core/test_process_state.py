@@ -231,7 +231,10 @@ CHANGES: list[tuple[str, Any]] = [
     ("the filters of warnings", lambda: warnings.filters.insert(0, ("x",))),
     ("the root logger", _of_root("level", 3)),
     ("the root logger", _of_root("disabled", True)),
-    ("the root logger", lambda: logging.getLogger().handlers.insert(0, logging.NullHandler())),
+    (
+        "the handlers of the root logger",
+        lambda: logging.getLogger().handlers.insert(0, logging.NullHandler()),
+    ),
     ("the root logger", lambda: logging.disable(7)),
     ("the folders of modules", lambda: sys.path.insert(0, "/nowhere")),
     ("the garbage collector", gc.disable),

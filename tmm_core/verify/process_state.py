@@ -18,7 +18,7 @@ import threading
 import time
 import types
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, MutableMapping
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
@@ -56,8 +56,39 @@ class Piece(NamedTuple):
     owner: Owner = "main"
 
 
+def _attributes(places: Callable[[], Iterable[tuple[Any, str]]], owner: Owner = "main") -> Piece:
+    """Attributes of objects: classes get no attribute of their own for one that they inherit."""
+
+    def write(values: list[Any]) -> None:
+        for (of, name), value in zip(places(), values, strict=True):
+            if getattr(of, name, None) is not value:
+                setattr(of, name, value)
+
+    return Piece(lambda: [getattr(of, name, None) for of, name in places()], write, owner)
+
+
 def _attribute(of: Any, name: str, owner: Owner = "main") -> Piece:
-    return Piece(lambda: getattr(of, name, None), lambda value: setattr(of, name, value), owner)
+    return _attributes(lambda: [(of, name)], owner)
+
+
+def _items(of: Callable[[], Any]) -> Piece:
+    """The items of a list."""
+
+    def write(items: list[Any]) -> None:
+        of()[:] = items
+
+    return Piece(lambda: list(of()), write, "any")
+
+
+def _entries(of: Callable[[], MutableMapping[str, Any]], owner: Owner = "main") -> Piece:
+    """The entries of a mapping."""
+
+    def write(before: dict[str, Any]) -> None:
+        for name in of().keys() - before.keys():
+            del of()[name]
+        of().update(before)
+
+    return Piece(lambda: dict(of()), write, owner)
 
 
 _SIGNALS = [
@@ -152,16 +183,6 @@ def _switch(read: str, write: str, owner: Owner = "main") -> Piece:
     return Piece(value, private(f"torch._C.{write}", lambda _: None), owner)
 
 
-def _blocked() -> set[Any]:
-    mask = getattr(signal, "pthread_sigmask", None)
-    return mask(signal.SIG_BLOCK, ()) if mask else set()
-
-
-def _set_blocked(signals: set[Any]) -> None:
-    if mask := getattr(signal, "pthread_sigmask", None):
-        mask(signal.SIG_SETMASK, signals)
-
-
 _LIMITS = [] if resource is None else [n for n in dir(resource) if n.startswith("RLIMIT_")]
 
 
@@ -176,48 +197,6 @@ def _set_limits(limits: list[tuple[int, int]]) -> None:
             resource.setrlimit(kind, (limit[0], now[1]))  # a hard limit cannot be raised
 
 
-def _cpus() -> Any:
-    read = getattr(os, "sched_getaffinity", None)
-    return read(0) if read else None
-
-
-def _set_cpus(cpus: Any) -> None:
-    if cpus:
-        os.sched_setaffinity(0, cpus)
-
-
-def _priority() -> int:
-    read = getattr(os, "getpriority", None)
-    return read(os.PRIO_PROCESS, 0) if read else 0
-
-
-def _logging() -> tuple[Any, ...]:
-    root = logging.getLogger()
-    return root.level, list(root.handlers), root.disabled, logging.root.manager.disable
-
-
-def _set_logging(state: tuple[Any, ...]) -> None:
-    root = logging.getLogger()
-    root.level, root.handlers[:], root.disabled, logging.root.manager.disable = state
-
-
-_DECIMAL = ("prec", "rounding", "Emin", "Emax", "capitals", "clamp")
-
-
-def _decimal() -> tuple[Any, ...]:
-    context = decimal.getcontext()
-    return tuple(getattr(context, name) for name in _DECIMAL)
-
-
-def _set_decimal(values: tuple[Any, ...]) -> None:
-    for name, value in zip(_DECIMAL, values, strict=True):
-        setattr(decimal.getcontext(), name, value)
-
-
-def _set_path(path: list[str]) -> None:
-    sys.path[:] = path
-
-
 #: Functions that a plugin may replace to compute all products of the process.
 _REPLACED: list[tuple[Any, str]] = [
     *((torch, name) for name in ("matmul", "mm", "bmm", "addmm", "baddbmm", "einsum")),
@@ -225,16 +204,8 @@ _REPLACED: list[tuple[Any, str]] = [
     *((torch.nn.functional, name) for name in ("linear", "scaled_dot_product_attention")),
     (torch.nn.Linear, "forward"),
 ]
-
-
-def _functions() -> list[Any]:
-    return [getattr(owner, name, None) for owner, name in _REPLACED]
-
-
-def _set_functions(functions: list[Any]) -> None:
-    for (owner, name), function in zip(_REPLACED, functions, strict=True):
-        if getattr(owner, name, None) is not function:
-            setattr(owner, name, function)
+_LOGGERS = [(logging.root, "level"), (logging.root, "disabled"), (logging.root.manager, "disable")]
+_DECIMAL = ("prec", "rounding", "Emin", "Emax", "capitals", "clamp")
 
 
 def _numpy_state() -> Any:
@@ -261,12 +232,6 @@ def _generator(module: Any) -> Piece:
     return Piece(lambda: bytes(module.get_rng_state().numpy()), write, "generator")
 
 
-def _set_environment(before: dict[str, str]) -> None:
-    for name in os.environ.keys() - before.keys():
-        del os.environ[name]
-    os.environ.update(before)
-
-
 def _directory() -> str | None:
     try:
         return os.getcwd()
@@ -278,10 +243,6 @@ def _directory() -> str | None:
 def _set_directory(path: str | None) -> None:
     if path is not None:
         os.chdir(path)
-
-
-def _set_filters(filters: list[Any]) -> None:
-    warnings.filters[:] = filters  # type: ignore[index]
 
 
 _printing = private("torch._tensor_str.PRINT_OPTS", types.SimpleNamespace())
@@ -348,10 +309,6 @@ PIECES: dict[str, Piece] = {
     "the profile function": Piece(sys.getprofile, sys.setprofile, "thread"),
     "the recursion limit": Piece(sys.getrecursionlimit, sys.setrecursionlimit),
     "the handlers of signals": Piece(_handlers, _set_handlers),
-    "the signals that are blocked": Piece(_blocked, _set_blocked, "thread"),
-    "the limits of resources": Piece(_limits, _set_limits),
-    "the CPUs of the process": Piece(_cpus, _set_cpus),
-    "the priority of the process": Piece(_priority, None),
     "how often threads are switched": Piece(sys.getswitchinterval, sys.setswitchinterval),
     "the thresholds of the garbage collector": Piece(
         gc.get_threshold, lambda values: gc.set_threshold(*values)
@@ -359,13 +316,13 @@ PIECES: dict[str, Piece] = {
     "the locale": Piece(
         lambda: locale.setlocale(locale.LC_ALL), lambda name: locale.setlocale(locale.LC_ALL, name)
     ),
-    "the context of decimal numbers": Piece(_decimal, _set_decimal, "thread"),
+    "the context of decimal numbers": _attributes(
+        lambda: [(decimal.getcontext(), name) for name in _DECIMAL], "thread"
+    ),
     "the hook of exceptions": _attribute(sys, "excepthook"),
     "the hook of threads' exceptions": _attribute(threading, "excepthook"),
-    "functions of torch": Piece(_functions, _set_functions),
-    "how torch prints": Piece(
-        lambda: dict(vars(_printing)), lambda options: vars(_printing).update(options)
-    ),
+    "functions of torch": _attributes(lambda: _REPLACED),
+    "how torch prints": _entries(lambda: vars(_printing)),
     "how often torch warns": Piece(torch.is_warn_always_enabled, torch.set_warn_always),
     "whether sparse tensors are checked": _switch(
         "_check_sparse_tensor_invariants", "_set_check_sparse_tensor_invariants"
@@ -380,11 +337,12 @@ PIECES: dict[str, Piece] = {
         lambda value: value and _numpy().seterr(**value),
         "thread",
     ),
-    "environment variables": Piece(lambda: dict(os.environ), _set_environment, "any"),
+    "environment variables": _entries(lambda: os.environ, "any"),
     "the working directory": Piece(_directory, _set_directory, "any"),
-    "the filters of warnings": Piece(lambda: list(warnings.filters), _set_filters, "any"),
-    "the root logger": Piece(_logging, _set_logging, "any"),
-    "the folders of modules": Piece(lambda: list(sys.path), _set_path, "any"),
+    "the filters of warnings": _items(lambda: warnings.filters),
+    "the root logger": _attributes(lambda: _LOGGERS, "any"),
+    "the handlers of the root logger": _items(lambda: logging.root.handlers),
+    "the folders of modules": _items(lambda: sys.path),
     "the garbage collector": Piece(
         gc.isenabled, lambda enabled: gc.enable() if enabled else gc.disable(), "any"
     ),
@@ -394,6 +352,21 @@ PIECES: dict[str, Piece] = {
     "Python's random generator": Piece(random.getstate, random.setstate, "generator"),
     "NumPy's random generator": Piece(_numpy_state, _set_numpy_state, "generator"),
 }
+# Pieces that only some systems have.
+if hasattr(signal, "pthread_sigmask"):
+    PIECES["the signals that are blocked"] = Piece(
+        lambda: signal.pthread_sigmask(signal.SIG_BLOCK, ()),
+        lambda signals: signal.pthread_sigmask(signal.SIG_SETMASK, signals),
+        "thread",
+    )
+if hasattr(os, "sched_getaffinity"):
+    PIECES["the CPUs of the process"] = Piece(
+        lambda: os.sched_getaffinity(0), lambda cpus: os.sched_setaffinity(0, cpus)
+    )
+if hasattr(os, "getpriority"):
+    PIECES["the priority of the process"] = Piece(lambda: os.getpriority(os.PRIO_PROCESS, 0), None)
+if resource is not None:
+    PIECES["the limits of resources"] = Piece(_limits, _set_limits)
 #: Further pieces where the launch is on a GPU.
 ON_CUDA: dict[str, Piece] = {
     "the current CUDA device": Piece(torch.cuda.current_device, torch.cuda.set_device, "thread"),
