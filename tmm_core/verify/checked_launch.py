@@ -221,6 +221,11 @@ class CheckedLauncher:
         if changed := self._data.changed_inputs():
             raise WrongError(f"it wrote to its input {' and '.join(changed)}, or around it")
 
+    def _try(self, of: InputSet, when: str = "", **options: Any) -> None:
+        """Launch, compare the result and let it go."""
+        self._compare(of, self._launch(of, **options), when)
+        self._check_released()
+
     def _compare(self, of: InputSet, result: Tensor, when: str = "") -> None:
         self._accept(of.expected.error(result, self._data.at_once).item(), when)
 

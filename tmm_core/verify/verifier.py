@@ -8,6 +8,8 @@ values, address and strides, and contain NaN and Inf in some launches.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -87,10 +89,10 @@ class Verifier(DataSets):
         Raises:
             Exception: The launcher's exception.
         """
+        checks = functools.partial(_Checks, self, launcher, deterministic, baseline, slack)
         while True:
-            verifying = self._verifying(launcher, deterministic, baseline, slack, extent, repeats)
             try:
-                return (yield from _in_own_modes(verifying))
+                return (yield from _in_own_modes(self._verifying(checks, extent, repeats)))
             except Exception as error:
                 if error is self.raised or not _is_own(error):
                     self.raised = None  # its frames refer to this verifier
@@ -103,19 +105,13 @@ class Verifier(DataSets):
             self.reduce()
 
     def _verifying(
-        self,
-        launcher: Launcher | Bound,
-        deterministic: bool,
-        baseline: bool,
-        slack: float,
-        extent: Extent,
-        repeats: int,
+        self, made: Callable[[], _Checks], extent: Extent, repeats: int
     ) -> Steps[Verdict]:
         yield from self.making()
         if not self.sets():
             why = f"cannot be verified within {self.most / 2**20:.0f} MiB of memory"
             return Verdict(None, why, unknown=True)
-        checks = _Checks(self, launcher, deterministic, baseline, slack)
+        checks = made()
         reason, intact = None, False
         try:
             try:
@@ -160,8 +156,7 @@ class _Checks(WaysOfUse):
         sets = self._data.sets()
         if extent in ("brief", "first use"):
             if self._data.allocates:
-                self._compare(sets[0], self._launch(sets[0]))
-                self._check_released()
+                self._try(sets[0])
                 yield ()
             self._given_outputs(1)
             if extent == "first use":

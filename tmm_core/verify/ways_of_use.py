@@ -50,8 +50,7 @@ class WaysOfUse(CheckedLauncher):
         up to ``limit`` shapes."""
         bound, problem, of = self._bound, self._data.problem, self._data.sets()[0]
         for form in self.every_form()[1:]:
-            form._compare(of, form._launch(of), form.called)
-            form._check_released()
+            form._try(of, form.called)
             yield ()
         if len(self.every_form()) == 1 or bound.folded is None:
             return
@@ -72,10 +71,7 @@ class WaysOfUse(CheckedLauncher):
             def flat(form: Any = form) -> Tensor:
                 return flattened(given.launch(form, None), shape, self._data.problem)
 
-            result = self._launch(of, form=flat)
-            self._compare(of, result, when)
-            del result
-            self._check_released()
+            self._try(of, when, form=flat)
 
     def every_form(self) -> list[WaysOfUse]:
         """These checks, and the same of each other form of the launcher."""
@@ -94,27 +90,18 @@ class WaysOfUse(CheckedLauncher):
         problem, of = self._data.problem, self._data.sets()[0]
         if self._baseline:
             return
+        given: list[Mode] = ["grad mode", "no_grad"]
+        allocating: list[Mode] = ["inference mode", "no_grad"] if self.called else []
         same = problem.a.dtype == problem.b.dtype == problem.out.dtype
         if same and problem.a.dtype in (torch.float16, torch.bfloat16):
-            self._compare(of, self._launch(of, mode="autocast"), ", under autocast")
-            into = self._data.out(0)
-            result = self._launch(of, into=into, mode="autocast")
-            self._compare(of, result, " of its out, in autocast")
-            both: Mode = "autocast in inference mode"
-            self._compare(of, self._launch(of, mode=both), f", under {both}")
-            self._check_released()
+            given = ["autocast", *given]
+            allocating = ["autocast", "autocast in inference mode", *allocating]
+        for mode in allocating:
+            self._try(of, f", under {mode}", mode=mode)
             yield ()
-        modes: list[Mode] = ["grad mode", "no_grad"]
-        for mode in modes:
-            result = self._launch(of, into=self._data.out(0), mode=mode)
-            self._compare(of, result, f" of its out, under {mode}")
+        for mode in given:
+            self._try(of, f" of its out, under {mode}", into=self._data.out(0), mode=mode)
             yield ()
-        if self.called:
-            result = self._launch(of, mode="inference mode")
-            self._compare(of, result, ", in inference mode")
-            self._compare(of, self._launch(of, mode="no_grad"), ", under no_grad")
-            del result
-            self._check_released()
 
     def rounds(self, limit: int | None = None) -> Steps[None]:
         """One launch on each of the data's further inputs, or on ``limit`` of them, in each
