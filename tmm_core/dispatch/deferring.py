@@ -166,13 +166,9 @@ class Deferring(Measuring):
         return True
 
     def _racers(self, record: TuningRecord, query: Query) -> dict[int, Candidate]:
-        found = {}
-        for index in racers(record, query.problem.extent):
-            result = record.candidates[index]
-            candidate = self.candidate(result, query.able, query.problem)
-            if candidate is not None:
-                found[index] = candidate
-        return found
+        raced = racers(record, query.problem.extent)
+        able = (self.candidate(record.candidates[i], query.able, query.problem) for i in raced)
+        return {i: each for i, each in zip(raced, able, strict=True) if each is not None}
 
     def _racing(self, query: Query, candidates: dict[int, Candidate]) -> Steps[None]:
         """Time ``candidates``, given by their indices in the bucket's record, at the query's M, and

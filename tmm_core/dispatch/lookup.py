@@ -131,32 +131,23 @@ class Lookup:
         around = times_around(record.candidates, problem.extent, edge.extent)
         ahead = ranked_around(around) if len(around) == 2 or problem.extent in around else []
         results = {identity(result): result for result in record.candidates}
-        for name in ahead:
-            candidate = self.candidate(results[name], able, problem)
-            if candidate == choice.candidate:
+        kernels = (self.candidate(results[name], able, problem) for name in ahead)
+        answer, along = next(filter(None, kernels), None), problem.along.upper()
+        why = f"the best at {' and '.join(f'{along}={m}' for m in sorted(around))}"
+        if answer is None:
+            blas = next((kernel for kernel in able if kernel.name == BASELINE), None)
+            if blas is None:
                 return choice
-            if candidate is not None:
-                measured = " and ".join(f"{problem.along.upper()}={m}" for m in sorted(around))
-                return replace(
-                    choice, candidate=candidate, reason=f"{choice.reason}; the best at {measured}"
-                )
-        blas = next((kernel for kernel in able if kernel.name == BASELINE), None)
-        if blas is None:
-            return choice
-        own = fastest_blas(around)
-        answer = self.candidate(results[own], able, problem) if own else None
-        if answer is None and choice.candidate.kernel.name == BASELINE:
-            return choice
-        answer = answer or Candidate(blas, blas.default_config(problem))
+            own = fastest_blas(around)
+            answer = self.candidate(results[own], able, problem) if own else None
+            if answer is None and choice.candidate.kernel.name == BASELINE:
+                return choice
+            answer = answer or Candidate(blas, blas.default_config(problem))
+            measured = ", ".join(map(str, compared_at(record)))
+            why = f"BLAS is not beaten around {along}={problem.extent} (measured at {measured})"
         if answer == choice.candidate:
             return choice
-        held = ", ".join(map(str, compared_at(record)))
-        return replace(
-            choice,
-            candidate=answer,
-            reason=f"{choice.reason}; BLAS is not beaten around "
-            f"{problem.along.upper()}={problem.extent} (measured at {held})",
-        )
+        return replace(choice, candidate=answer, reason=f"{choice.reason}; {why}")
 
     def forbids_tuning(self, problem: Problem, settings: Settings) -> str | None:
         """Return why a call may not tune ``problem``; None if it may."""

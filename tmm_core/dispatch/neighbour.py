@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 from tmm_cache import CacheStore, Summary, TuningRecord
+from tmm_cache.record import Brief
 
 from tmm_core.errors import reraise
 from tmm_core.spec.device import DeviceFingerprint
@@ -36,44 +36,31 @@ class Near:
         return f"{size} on {self.where} ({self.octaves:.2f} octaves)"
 
 
-class Location(NamedTuple):
-    """The problem and place of a record, which is not kept in memory."""
-
-    problem: Mapping[str, Any]
-    path: Path
-    gpu: str
-    environment: Mapping[str, Any]
-
-    @classmethod
-    def of(cls, summary: Summary[Any]) -> Location:
-        problem, environment = summary.record.problem, summary.environment or {}
-        return cls(problem, summary.path, summary.gpu, environment)
-
-
 class Neighbours:
     """Finds records near a problem. It lists the store on first use, then tracks additions."""
 
     def __init__(self, store: CacheStore) -> None:
         self._store = store
         #: Records by their problems without sizes: a look-up compares only records of its family.
-        self._families: dict[bytes | None, list[Location]] | None = None
+        self._families: dict[bytes | None, list[Summary[Brief]]] | None = None
 
     def add(self, device: DeviceFingerprint, record: TuningRecord) -> None:
         """Add a saved record. It replaces an older record of its problem."""
         if self._families is None:
             return  # listed with the others on first use
-        new = Location.of(self._store.summary(device.gpu, device.environment, record))
+        path = self._store.path(device.gpu, device.environment, record.problem)
+        new = Summary(path, self._store.root, device.environment, Brief.of(record))
         key = _family(record.problem)
         others = [each for each in self._families.get(key, ()) if each.path != new.path]
         self._families[key] = [*others, new]
 
-    def families(self) -> dict[bytes | None, list[Location]]:
+    def families(self) -> dict[bytes | None, list[Summary[Brief]]]:
         """Return the records by family; the store is listed once."""
         families = self._families
         if families is None:
             families = {}
-            for found in map(Location.of, self._store.briefs()):
-                families.setdefault(_family(found.problem), []).append(found)
+            for found in self._store.briefs():
+                families.setdefault(_family(found.record.problem), []).append(found)
             self._families = families
         return families
 
@@ -85,7 +72,7 @@ class Neighbours:
         ranked = []
         for found in self.families().get(_family(wanted), ()):
             rank = _rank(found, problem.device)
-            octaves = _octaves(wanted, found.problem)
+            octaves = _octaves(wanted, found.record.problem)
             if rank is not None and octaves <= FARTHEST:
                 order = (rank, octaves, str(found.path))
                 ranked.append((order, found))
@@ -97,9 +84,9 @@ class Neighbours:
                 yield Near(record, octaves, found.gpu + versions)
 
 
-def _rank(found: Location, device: DeviceFingerprint) -> tuple[int, int] | None:
+def _rank(found: Summary[Any], device: DeviceFingerprint) -> tuple[int, int] | None:
     """Return the rank of a record's device, best first; None: not comparable."""
-    environment = found.environment
+    environment = found.environment or {}
     if found.gpu == device.gpu:
         return (0, 0) if dict(environment) == device.environment else (1, 0)
     if device.type == "cuda" and environment.get("capability") == list(device.capability):
