@@ -214,7 +214,7 @@ def drawn_rounds(instance: Problem) -> dict[str, tuple[Inputs, torch.Tensor, tor
     found = {}
     for plan in further_inputs.planned(instance):
         made = further_inputs.Round(data, plan)
-        given = made.inputs()
+        given = made.drawn
         tensors = {name: getattr(given, name) for name in ("a", "b", "bias", "residual")}
         kept: Any = {name: t.clone() for name, t in tensors.items() if t is not None}
         same = replace(given, **kept)
@@ -323,13 +323,13 @@ def test_values_in_another_order_have_the_same_sums() -> None:
     [plan] = [plan for plan in further_inputs.planned(instance) if plan.rolled]
     before = data.sets()[-1].inputs
     old = {name: getattr(before, name).clone() for name in ("a", "b", "bias", "residual")}
-    given = further_inputs.Round(data, plan).inputs()
+    given = further_inputs.Round(data, plan).inputs
     for name, t in old.items():
         assert torch.equal(getattr(given, name), t.roll(1, -1)), name
         assert getattr(given, name) is getattr(before, name)
     assert given.alpha == plan.recipe.alpha != before.alpha
     plain = replace(instance, scaled=False)
-    assert further_inputs.Round(DataSets(plain, CPU, 1 << 26), plan).inputs().alpha == 1.0
+    assert further_inputs.Round(DataSets(plain, CPU, 1 << 26), plan).inputs.alpha == 1.0
 
 
 def test_values_change_unseen_in_rounds_at_the_same_addresses() -> None:
@@ -340,7 +340,7 @@ def test_values_change_unseen_in_rounds_at_the_same_addresses() -> None:
     names = ("a", "b", "bias", "residual")
     version = {name: getattr(before, name)._version for name in names}
     for plan in further_inputs.planned(instance):
-        given = further_inputs.Round(data, plan).inputs()
+        given = further_inputs.Round(data, plan).drawn
         same = [getattr(given, name) is getattr(before, name) for name in names]
         assert same == [plan.place == "same"] * 4, plan.name
         assert given.rows is not None
@@ -784,10 +784,7 @@ def test_unusual_values_are_tried_in_one_form(
     launched: list[Any] = []
     plan = further_inputs.Plan("x", random_inputs.Recipe(), of_values=of_values)
     checks = ways_of_use.WaysOfUse(DataSets(problem(m=6, n=8, k=4), CPU), NONE, True, False)
-    forms = [
-        SimpleNamespace(_launched=lambda each, of, inputs, into, n=n: launched.append(n))
-        for n in range(3)
-    ]
+    forms = [SimpleNamespace(_launched=lambda each, n=n: launched.append(n)) for n in range(3)]
     monkeypatch.setattr(checks, "every_form", lambda: forms)
     monkeypatch.setattr(ways_of_use, "plans_of", lambda data: [plan] * 2)
     for _ in checks.rounds():

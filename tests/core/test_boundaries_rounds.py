@@ -53,7 +53,7 @@ def drawn(place: Any, mode: Any = "grad mode", **fields: Any) -> tuple[Round, In
     wanted = {"m": 6, "n": 10, "k": 7, "a": one, "b": one, "out": one, "residual": one}
     instance = problem(**{**wanted, "bias": F32, **fields})
     made = Round(DataSets(instance, CPU, 1 << 26), Plan("x", Recipe(), place, mode=mode))
-    return made, made.inputs()
+    return made, made.drawn
 
 
 #: Strides of a, b, bias and residual for each placement.
@@ -77,9 +77,10 @@ def test_the_strides_of_each_place(place: Any) -> None:
     assert not any(t.isnan().any() for t in tensors.values())
     one_memory = len({t.untyped_storage().data_ptr() for t in tensors.values()}) == 1
     assert one_memory is (place == "apart")
-    assert made.is_unusual is (place in ("apart", "near"))
-    if made.is_unusual:
-        out = made.out().tensor
+    held = made.out()
+    assert (held is not None) is (place in ("apart", "near"))
+    if held is not None:
+        out = held.tensor
         assert out.stride() == ((48, 1) if place == "apart" else (16, 1))
         assert tensors["bias"].storage_offset() % 2 == 1
         shares = out.untyped_storage().data_ptr() == tensors["a"].untyped_storage().data_ptr()
@@ -122,7 +123,7 @@ def test_weights_are_made_outside_inference_mode(mode: Any) -> None:
 def test_arguments_of_training_and_of_layers(place: Any) -> None:
     groups = Groups(2, "m", out_weights=F32)
     made, inputs = drawn(place, groups=groups)
-    given = made.given(inputs)
+    given = made.inputs
     tensors = [given.a, given.b, given.bias, given.residual]
     assert given.rows is not None
     tensors.append(given.rows.out_weights)
@@ -134,7 +135,7 @@ def test_arguments_of_training_and_of_layers(place: Any) -> None:
     assert given.a.data_ptr() == inputs.a.data_ptr()
     whole = problem(m=4, n=4, k=4, **dict.fromkeys(("a", "b", "out"), Operand(torch.int8)))
     integers = Round(DataSets(whole, CPU, 1 << 26), Plan("x", Recipe(), "near"))
-    assert not integers.given(integers.inputs()).a.requires_grad
+    assert not integers.inputs.a.requires_grad
 
 
 # -- which rounds there are ----------------------------------------------------------------------
@@ -176,10 +177,10 @@ def test_errors_of_a_round() -> None:
 
     def error(plan: Plan, change: Any) -> float:
         made = Round(data, plan)
-        given = made.inputs()
+        given = made.drawn
         y = (given.a.double() @ given.b.double()).to(HALF)
         change(y)
-        return made.error(given, y)
+        return made.error(y, data.at_once)
 
     def nothing(y: torch.Tensor) -> None:
         pass
@@ -205,15 +206,13 @@ def test_errors_of_a_round() -> None:
 def test_sums_that_cancel_may_lose_what_tensor_cores_truncate(text: str, times: int) -> None:
     one = Operand(HALF)
     instance = problem(m=8, n=8, k=64, a=one, b=one, out=one, epilogue=parse(text))
-    made = Round(
-        DataSets(instance, CPU, 1 << 26),
-        Plan("x", Recipe(random_inputs.Values(cancelling=True))),
-    )
-    given = made.inputs()
-    assert made.slack == 0
+    data = DataSets(instance, CPU, 1 << 26)
+    assert data.sets()[0].slack == Round(data, Plan("x", Recipe())).slack == 0
+    made = Round(data, Plan("x", Recipe(random_inputs.Values(cancelling=True))))
+    given = made.drawn
     y = instance.epilogue.apply(given.a.double() @ given.b.double()).to(HALF)
     for _ in range(2):  # the slack does not grow from launcher to launcher
-        assert made.error(given, y) < 2e-3
+        assert made.error(y, data.at_once) < 2e-3
         assert made.slack == times * 64 * 2.0**-26 * random_inputs.CANCELLED
 
 
@@ -646,14 +645,13 @@ def test_outputs_are_judged_with_nan_and_inf_too(right: bool) -> None:
     checks = ways_of_use.WaysOfUse(data, run, True, False)
     [plan] = [plan for plan in further_inputs.planned(data.problem) if plan.flooded]
     made = Round(data, plan)
-    inputs, of = made.inputs(), data.sets()[-1]
     if right:
-        checks._launched(made, of, inputs, None)
+        checks._launched(made)
         return
     with pytest.raises(
         WrongError, match=r"output x .* is not NaN or Inf where the result makes it"
     ):
-        checks._launched(made, of, inputs, None)
+        checks._launched(made)
 
 
 def test_what_is_written_around_an_unusual_output_is_seen() -> None:
@@ -661,18 +659,17 @@ def test_what_is_written_around_an_unusual_output_is_seen() -> None:
     made = Round(data, Plan("x", Recipe(), "near", mode="no_grad"))
 
     def run(a: Any, b: Any, bias: Any, residual: Any, alpha: float, out: Any) -> Any:
-        if beyond:
+        if beyond and out is not None:
             out.as_strided((1,), (1,), out.storage_offset() + 8).fill_(1)
         return torch.matmul(a, b, out=out)
 
     checks = ways_of_use.WaysOfUse(data, run, True, False)
-    inputs, of = made.inputs(), data.sets()[-1]
     for beyond in (False, True):
         if not beyond:
-            checks._launched(made, of, inputs, made.out())
+            checks._launched(made)
             continue
         with pytest.raises(WrongError, match="it wrote outside the out it was given, with x"):
-            checks._launched(made, of, inputs, made.out())
+            checks._launched(made)
 
 
 @pytest.mark.parametrize("baseline", [True, False])
@@ -904,7 +901,7 @@ def test_stored_values_in_another_order_have_the_same_sums() -> None:
     before = data.sets()[-1].inputs
     old = before.a.float(), before.b.float()
     [plan] = [plan for plan in further_inputs.planned(instance) if plan.rolled]
-    given = Round(data, plan).inputs()
+    given = Round(data, plan).inputs
     assert torch.equal(given.a.float(), old[0].roll(1, -1))
     assert torch.equal(given.b.float(), old[1].roll(1, -1))
 
@@ -913,12 +910,13 @@ def test_stored_values_in_another_order_have_the_same_sums() -> None:
 def test_results_of_unusual_values_that_saturate_are_not_judged(values: Any) -> None:
     exp = replace(parse("relu"), reference=lambda z: z.exp().exp())
     instance = problem(m=4, n=4, k=4, epilogue=exp)
-    made = Round(DataSets(instance, CPU, 1 << 26), Plan("x", Recipe(values), "own"))
-    given = made.inputs()
+    data = DataSets(instance, CPU, 1 << 26)
+    made = Round(data, Plan("x", Recipe(values), "own"))
+    given = made.drawn
     given.a.fill_(3.0)
     given.b.fill_(2.0)
     usual = values == random_inputs.USUAL
-    assert math.isnan(made.error(given, torch.full((4, 4), NAN))) is usual
+    assert math.isnan(made.error(torch.full((4, 4), NAN), data.at_once)) is usual
 
 
 @pytest.mark.parametrize("wrong", [False, True])
@@ -975,6 +973,6 @@ def test_no_result_of_a_round_is_kept(keeps: bool) -> None:
     made = Round(data, Plan("x", Recipe()))
     if keeps:
         with pytest.raises(WrongError, match="keeps the memory of a result"):
-            checks._launched(made, data.sets()[-1], made.inputs(), None)
+            checks._launched(made)
     else:
-        checks._launched(made, data.sets()[-1], made.inputs(), None)
+        checks._launched(made)

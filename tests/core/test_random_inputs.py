@@ -152,8 +152,7 @@ def test_kernels_are_launched_with_parameters_too() -> None:
     launched = set()
     for plan in planned(problem):
         drawn = Round(DataSets(problem, CPU, 1 << 20), plan)
-        inputs = drawn.inputs()
-        given = drawn.given(inputs)
+        inputs, given = drawn.drawn, drawn.inputs
         pairs = {name: (getattr(inputs, name), getattr(given, name)) for name in ("b", "bias")}
         assert all(torch.equal(*pair) for pair in pairs.values())
         assert not any(isinstance(of, torch.nn.Parameter) for of, _ in pairs.values())

@@ -70,9 +70,9 @@ VERIFICATION = [
     ),
     Mutant(
         "outputs-in-one-way-only",
-        "verify/ways_of_use.py",
-        "if self._outputs is not None and each.plan.judges_outputs:",
-        "if False:",
+        "verify/checked_launch.py",
+        "(nonfinite or of.judges_outputs):",
+        "(nonfinite or not of.once):",
         "auxiliary outputs that are wrong for an alpha or a stride pass",
         ("tests/core/test_outputs.py",),
     ),

@@ -6,7 +6,7 @@ import contextlib
 import gc
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -16,15 +16,12 @@ from tmm_core.verify import compare, process_state
 from tmm_core.verify.auxiliary_outputs import Outputs
 from tmm_core.verify.data_sets import DataSets, InputSet
 from tmm_core.verify.forms import WrongError
+from tmm_core.verify.further_inputs import Mode, Round
 from tmm_core.verify.guard_bands import GuardedTensor, overlap
 from tmm_core.verify.ragged_inputs import Inputs
 
 Tensor = torch.Tensor
 
-#: torch's modes in which calls are made. Training launches without grad mode, serving in inference
-#: mode, and a call with plain tensors in grad mode. Plans and calls with ``out`` also launch under
-#: autocast; other calls turn it off below the operator that casts.
-Mode = Literal["grad mode", "no_grad", "inference mode", "autocast", "autocast in inference mode"]
 _GRAD: dict[Mode, Callable[[], Any]] = {
     "grad mode": torch.enable_grad,
     "no_grad": torch.no_grad,
@@ -86,12 +83,11 @@ class CheckedLauncher:
 
     def _launch(
         self,
-        of: InputSet,
+        of: InputSet | Round,
         *,
         into: GuardedTensor | None = None,
         held: Iterable[Tensor] = (),
         mode: Mode = "grad mode",
-        inputs: Inputs | None = None,
         nonfinite: bool = False,
         form: Callable[[], Tensor] | None = None,
         repeated: bool = False,
@@ -102,13 +98,12 @@ class CheckedLauncher:
             into: The output to write to, with its present contents. By default the launcher
                 allocates its result, or writes to the data's first output if it never allocates.
             held: Results that are in use.
-            inputs: Arguments that replace the set's.
             nonfinite: The inputs contain NaN and Inf.
             form: Makes the launch in another way than by ``run``.
             repeated: The same launch was checked before: the memory is not poisoned again, and the
                 process's state is not compared.
         """
-        given, launcher = inputs or of.inputs, self._launcher
+        given, launcher = of.inputs, self._launcher
         if into is None and not self._data.allocates:
             into = self._data.out(0)
         # A view: a launch may resize the tensor that it gets, and others need this output.
@@ -151,9 +146,9 @@ class CheckedLauncher:
             self._check_memory(of, result, held)
         elif (result.data_ptr(), result.stride()) != (tensor.data_ptr(), tensor.stride()):
             raise WrongError("it returned something else than the out it was given")
-        if self._outputs is not None and (nonfinite or inputs is None):
+        if self._outputs is not None and (nonfinite or of.judges_outputs):
             expected = None if nonfinite else of.expected
-            self._check_outputs(self._outputs.faults(expected, result))
+            self._check_outputs(self._outputs.faults(expected, result, once=of.once), of.called)
         return result
 
     def _check_outputs(self, faults: Iterable[tuple[float, str]], when: str = "") -> None:
@@ -191,7 +186,7 @@ class CheckedLauncher:
         if result.device != device:
             raise WrongError(f"its result is on {result.device} and not on {device}")
 
-    def _check_memory(self, of: InputSet, result: Tensor, held: Iterable[Tensor]) -> None:
+    def _check_memory(self, of: InputSet | Round, result: Tensor, held: Iterable[Tensor]) -> None:
         """Check the strides of an allocated result, and that its memory is new."""
         if not (problem := self._data.problem).has_default_strides(result):
             raise WrongError(
@@ -221,13 +216,13 @@ class CheckedLauncher:
         if changed := self._data.changed_inputs():
             raise WrongError(f"it wrote to its input {' and '.join(changed)}, or around it")
 
-    def _try(self, of: InputSet, when: str = "", **options: Any) -> None:
+    def _try(self, of: InputSet | Round, when: str = "", **options: Any) -> None:
         """Launch, compare the result and let it go."""
         self._compare(of, self._launch(of, **options), when)
         self._check_released()
 
-    def _compare(self, of: InputSet, result: Tensor, when: str = "") -> None:
-        self._accept(of.expected.error(result, self._data.at_once).item(), when)
+    def _compare(self, of: InputSet | Round, result: Tensor, when: str = "") -> None:
+        self._accept(of.error(result, self._data.at_once), of.called + when, of.slack)
 
     def _accept(self, error: float, when: str, slack: float = 0.0) -> None:
         self._errors.append(error)

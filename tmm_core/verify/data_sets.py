@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 import torch
 
@@ -111,7 +112,19 @@ _SMALL, _ROOM, _NAN = 2**16, 160, 0xFF
 
 @dataclass(frozen=True, slots=True)
 class InputSet:
-    """Inputs between guard bands, and the expected results."""
+    """Inputs between guard bands, and the expected results.
+
+    Attributes:
+        called: Says in messages which inputs these are.
+        slack: The tolerance added for them.
+        once: Later launches have other inputs.
+        judges_outputs: Auxiliary outputs are compared.
+    """
+
+    called: ClassVar = ""
+    slack: ClassVar = 0.0
+    once: ClassVar = False
+    judges_outputs: ClassVar = True
 
     inputs: Inputs
     checksums: Checksums
@@ -121,6 +134,10 @@ class InputSet:
     seed: int = 0
     #: Copies of group sizes, indices and weights of rows.
     rows: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+    def error(self, out: torch.Tensor, at_once: int) -> float:
+        """The error of a result; see :meth:`Expected.error`."""
+        return self.expected.error(out, at_once).item()
 
     def changed(self) -> list[str]:
         """The names of arguments that changed, or whose gaps or guard bands did."""

@@ -21,7 +21,6 @@ from tmm_core.spec.arguments import ROWS
 from tmm_core.spec.operand import Layout, Operand
 from tmm_core.spec.problem import Problem
 from tmm_core.verify import random_inputs
-from tmm_core.verify.checked_launch import Mode
 from tmm_core.verify.data_sets import DataSets, Expected, InputSet
 from tmm_core.verify.guard_bands import (
     UNREADABLE,
@@ -40,6 +39,10 @@ from tmm_core.verify.nonfinite import expected_kinds, kinds_of, values_of
 from tmm_core.verify.ragged_inputs import Inputs, Sizes
 from tmm_core.verify.random_inputs import USUAL, Recipe, Values
 
+#: torch's modes in which calls are made. Training launches without grad mode, serving in inference
+#: mode, and a call with plain tensors in grad mode. Plans and calls with ``out`` also launch under
+#: autocast; other calls turn it off below the operator that casts.
+Mode = Literal["grad mode", "no_grad", "inference mode", "autocast", "autocast in inference mode"]
 #: Where the tensors of a round are: in the memory of the last set; in memory of their own between
 #: guard bands, or as torch allocates them; with strides of zero, in b or elsewhere; with rows apart
 #: or overlapping (:func:`unusual_layout`). In ``plain`` rounds the bias and the residual are the
@@ -231,22 +234,21 @@ def _magnitudes(problem: Problem) -> Iterator[Plan]:
 
 
 class Round:
-    """One launch on further inputs, whose reference is computed once."""
+    """Further inputs, drawn into memory, for one launch of each form: the other kind of
+    :class:`InputSet`."""
+
+    once = True
 
     def __init__(self, data: DataSets, plan: Plan) -> None:
-        self.plan = plan
-        self._data = data
+        self.plan, self._data = plan, data
         self._seed = random_inputs.new_seed()
-        self._expected: Expected | None = None
         self._out: GuardedTensor | None = None
-        #: Rows and columns to compare where only kinds are, the kinds there, and where any result
-        #: is accepted.
-        self._kinds: tuple[torch.Tensor, slice, torch.Tensor, torch.Tensor] | None = None
-        #: The tolerance added for sums that cancel.
-        self.slack = 0.0
+        self.checksums = data.sets()[-1].checksums
+        self.called, self.judges_outputs = f", with {plan.name}", plan.judges_outputs
+        #: The arguments of the reference.
+        self.drawn = self._drawn()
 
-    def inputs(self) -> Inputs:
-        """Draw the values into memory, and return the arguments of the launch."""
+    def _drawn(self) -> Inputs:
         data, plan = self._data, self.plan
         of = data.sets()[-1]
         if plan.rolled:
@@ -273,7 +275,7 @@ class Round:
             data.problem, data.device, seed=self._seed, recipe=self.plan.recipe,
             allocate=functools.partial(_allocate, data, place, {}),
         )  # fmt: skip
-        if not self.is_unusual:
+        if place not in ("apart", "near"):
             return made
         self._out = self._made_out()
         names = ("a", "b", "bias", "residual")
@@ -284,9 +286,11 @@ class Round:
             return replace(made, **moved)
         return made
 
-    def given(self, inputs: Inputs) -> Inputs:
+    @property
+    def inputs(self) -> Inputs:
         """The arguments of a launch: in training they require gradients, and a layer passes
-        parameters, which may be frozen. A reference's arguments do not require gradients."""
+        parameters, which may be frozen."""
+        inputs = self.drawn
         if self.plan.place == "plain":
             return replace(inputs, b=torch.nn.Parameter(inputs.b, requires_grad=False))
         if self.plan.place != "near":
@@ -319,40 +323,45 @@ class Round:
             )
         return made
 
-    @property
-    def is_unusual(self) -> bool:
-        """Whether strides are unusual, also an output's."""
-        return self.plan.place in ("apart", "near")
-
-    def out(self) -> GuardedTensor:
+    def out(self) -> GuardedTensor | None:
         """The output of a round with unusual strides, filled with small numbers: a launch may not
-        read it."""
-        assert self._out is not None
-        self._out.tensor.fill_(0.5)
+        read it. None if strides are usual."""
+        if self._out is not None:
+            self._out.tensor.fill_(0.5)
         return self._out
 
-    def error(self, inputs: Inputs, result: torch.Tensor) -> float:
-        """Return the result's error: NaN if a non-finite value is missing or in the wrong place."""
-        data = self._data
+    def error(self, out: torch.Tensor, at_once: int) -> float:
+        """Return a result's error: NaN if a non-finite value is missing or in the wrong place."""
         if self.plan.nonfinite:
-            return self._kinds_differ(inputs, result)
+            rows, cols, kinds, free = self._kinds
+            wrong = (kinds_of(out[..., rows, :][..., cols]) != kinds) & ~free
+            return math.nan if bool(wrong.any()) else 0.0
         if self.plan.infinite:
-            return 0.0 if bool(result.isposinf().all()) else math.nan
-        expected = self.expected(inputs)
-        self.slack = 0.0
-        if not self._is_judged(expected.in_rows.numbers):
-            return 0.0
-        if self.plan.recipe.values.cancelling:
-            self.slack += data.problem.k * _TRUNCATED * random_inputs.CANCELLED
-            if not data.problem.epilogue.is_identity:
-                self.slack *= 2
-        return expected.error(result, data.at_once).item()
+            return 0.0 if bool(out.isposinf().all()) else math.nan
+        judged = self._is_judged(self.expected.in_rows.numbers)
+        return self.expected.error(out, at_once).item() if judged else 0.0
 
-    def expected(self, inputs: Inputs) -> Expected:
-        """The reference of the round's inputs."""
-        if self._expected is None:
-            self._expected = self._data.expect(inputs, whole=False)
-        return self._expected
+    @property
+    def slack(self) -> float:
+        """The tolerance added for sums that cancel."""
+        if not self.plan.recipe.values.cancelling:
+            return 0.0
+        problem = self._data.problem
+        times = 1 if problem.epilogue.is_identity else 2
+        return times * problem.k * _TRUNCATED * random_inputs.CANCELLED
+
+    @functools.cached_property
+    def expected(self) -> Expected:
+        """The reference."""
+        return self._data.expect(self.drawn, whole=False)
+
+    @functools.cached_property
+    def _kinds(self) -> tuple[torch.Tensor, slice, torch.Tensor, torch.Tensor]:
+        """Rows and columns to compare where only kinds are, the kinds there, and where any result
+        is accepted."""
+        rows, cols = self._data.sampled(self.drawn)
+        room = self._data.limit // 16
+        return rows, cols, *expected_kinds(self._data.problem, self.drawn, rows, cols, room)
 
     def _is_judged(self, expected: torch.Tensor) -> bool:
         """Whether results can be judged: the epilogue leaves them finite before they are rounded to
@@ -365,16 +374,6 @@ class Round:
         wide = expected.is_floating_point() or expected.is_complex()
         most = torch.finfo(expected.dtype).max / 2 if wide else math.inf
         return least <= float(expected.abs().max()) <= most  # NaN compares false
-
-    def _kinds_differ(self, inputs: Inputs, result: torch.Tensor) -> float:
-        if self._kinds is None:
-            rows, cols = self._data.sampled(inputs)
-            room = self._data.limit // 16
-            kinds, free = expected_kinds(self._data.problem, inputs, rows, cols, room)
-            self._kinds = rows, cols, kinds, free
-        rows, cols, kinds, free = self._kinds
-        found = kinds_of(result[..., rows, :][..., cols])
-        return math.nan if bool(((found != kinds) & ~free).any()) else 0.0
 
 
 def plans_of(data: DataSets) -> list[Plan]:

@@ -19,11 +19,11 @@ from tmm_core.launch.fold import Fold
 from tmm_core.spec.launcher import Bound
 from tmm_core.spec.problem import Problem
 from tmm_core.spec.steps import Steps
-from tmm_core.verify.checked_launch import CheckedLauncher, Mode
+from tmm_core.verify.checked_launch import CheckedLauncher
 from tmm_core.verify.data_sets import InputSet
 from tmm_core.verify.forms import Source, WrongError, flattened, forms_of
-from tmm_core.verify.further_inputs import Round, plans_of, restoring
-from tmm_core.verify.guard_bands import GuardedTensor, in_class
+from tmm_core.verify.further_inputs import Mode, Round, plans_of, restoring
+from tmm_core.verify.guard_bands import in_class
 from tmm_core.verify.ragged_inputs import Inputs, divided
 from tmm_core.verify.two_threads import LEAST_TOGETHER, MOST_TOGETHER, Pace, launch_together
 
@@ -109,39 +109,23 @@ class WaysOfUse(CheckedLauncher):
         if self._baseline or not (plans := plans_of(self._data)[:limit]):
             return
         self._check_inputs()  # before they are rewritten
-        of = self._data.sets()[-1]
         with restoring(self._data):
             for plan in plans:
                 each = Round(self._data, plan)
-                inputs = each.inputs()
                 forms = self.every_form()
                 for form in forms[:1] if plan.of_values else forms:
                     yield ()
                     with torch.inference_mode(plan.mode == "inference mode"):
-                        form._launched(each, of, inputs, None)
-                        if each.is_unusual:
-                            form._launched(each, of, inputs, each.out())
+                        form._launched(each)
                 yield ()
 
-    def _launched(
-        self, each: Round, of: InputSet, inputs: Inputs, into: GuardedTensor | None
-    ) -> None:
-        result = self._launch(
-            of, inputs=each.given(inputs), into=into, mode=each.plan.mode,
-            nonfinite=each.plan.nonfinite,
-        )  # fmt: skip
-        error, when = each.error(inputs, result), f", with {each.plan.name}"
-        if self._outputs is not None and each.plan.judges_outputs:
-            self._check_outputs(
-                self._outputs.faults(each.expected(inputs), result, once=True), when
-            )
-        del result
-        self._accept(
-            error, when if into is None else f"{when}, of the out it was given", each.slack
-        )
-        if into is not None and not into.intact():
-            raise WrongError(f"it wrote outside the out it was given{when}")
-        self._check_released()
+    def _launched(self, of: Round) -> None:
+        launch = functools.partial(self._try, of, mode=of.plan.mode, nonfinite=of.plan.nonfinite)
+        launch()
+        if (out := of.out()) is not None:
+            launch(", of the out it was given", into=out)
+            if not out.intact():
+                raise WrongError(f"it wrote outside the out it was given{of.called}")
 
     def together(self) -> Steps[None]:
         """Launch on both sets from two threads at once, on two streams of a GPU."""
