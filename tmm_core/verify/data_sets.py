@@ -220,11 +220,6 @@ class DataSets:
         self._outs[which].poison()
         return self._outs[which]
 
-    def outs_intact(self, count: int) -> list[bool]:
-        """Whether the memory around each of the first ``count`` outputs is unchanged; overwrites
-        the outputs."""
-        return [bool(out.intact()) for out in self._outs[:count]]
-
     def changed_inputs(self) -> list[str]:
         """The names of inputs that changed, or whose gaps or guard bands did."""
         found = [name for each in self.sets() for name in each.changed()]

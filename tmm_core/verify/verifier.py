@@ -217,11 +217,12 @@ class _Checks(WaysOfUse):
 
     def _given_outputs(self, count: int) -> None:
         """Launch into ``count`` outputs, one for each set of inputs."""
-        sets, out = self._data.sets()[:count], self._data.out
-        given = [self._launch(of, into=out(n), mode="inference mode") for n, of in enumerate(sets)]
+        sets, outs = self._data.sets()[:count], [self._data.out(n) for n in range(count)]
+        pairs = [*zip(sets, outs, strict=True)]
+        given = [self._launch(of, into=out, mode="inference mode") for of, out in pairs]
         for of, result in zip(sets, given, strict=True):
             self._compare(of, result, " of the out it was given")
-        if not all(self._data.outs_intact(count)):
+        if not all(out.intact() for out in outs):
             raise WrongError("it wrote outside the out it was given")
 
     def _nonfinite(self) -> Steps[None]:
