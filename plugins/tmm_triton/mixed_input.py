@@ -33,7 +33,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tmm_core import ANY, ConfigError, Machine, Operand, Problem, Supports, Traits
-from tmm_core.triton import SEARCH_LIMITED, Described, pointer
+from tmm_core.triton import SEARCH_LIMITED, Described
 from tmm_triton import word_decoders
 from tmm_triton.mixed_input_device import mixed_input_kernel
 from tmm_triton.operands import Build, TileConfig, Typed, build, check, kind
@@ -527,22 +527,13 @@ class MixedInput(Built[MixedInputConfig]):
         }
         if split:
             own["partials_ptr"] = ("*fp32", "workspace")
-        plain, flat, constants = problem, "", {"C": c, "stride_biasz": 0}
         if groups is not None:
-            own |= {"table_ptr": ("*i32", "workspace"), "G": ("i32", groups.count)}
-            for name, dtype in groups.extras.items():
-                if dtype is not None:
-                    own[f"{name}_ptr"] = pointer(dtype), name
-            if problem.bias is not None:
-                own |= {"stride_biasz": ("i64", ("bias", 0)), "stride_bias": ("i64", ("bias", 1))}
-                del constants["stride_biasz"]
+            own["table_ptr"] = "*i32", "workspace"
             if not problem.b.grid and kind(problem.b) == "row":
                 own["stride_bsz"] = "i64", problem.width
-            # As if each group were a product of a batch.
-            plain, flat = replace(problem, groups=None, batch=max(2, groups.count)), "aor"
         main = build(
-            mixed_input_kernel, plain, config, (_blocks(problem, config), 1, 1), constants, own,
-            flat, launch_pdl=c.OVERLAPS, edits=config.edits,
+            mixed_input_kernel, problem, config, (_blocks(problem, config), 1, 1), {"C": c}, own,
+            launch_pdl=c.OVERLAPS, edits=config.edits,
         )  # fmt: skip
         return [main, reduction(problem, c.splits, problem.m * problem.n)] if split else [main]
 

@@ -154,6 +154,19 @@ class Build:
         src = source(self.fn, self.types, self.constants, self.divisible)
         return compile_for(target, src, **self.options)
 
+    @classmethod
+    def of(cls, fn: Any, typed: Typed, constants: Mapping[str, Any], **fields: Any) -> Build:
+        """The build of ``fn`` with those of these arguments that it takes. An argument in neither
+        mapping is None, and one in both is a constant."""
+        passed = [name for name in fn.arg_names if name in typed and name not in constants]
+        return cls(
+            fn,
+            {name: typed[name][0] for name in passed},
+            {name: constants.get(name) for name in fn.arg_names if name not in passed},
+            values={name: typed[name][1] for name in passed},
+            **fields,
+        )
+
 
 def build(
     fn: Any,
@@ -162,50 +175,31 @@ def build(
     grid: tuple[int, int, int],
     constants: Mapping[str, Any] | None = None,
     own: Typed | None = None,
-    flat: str = "",
-    indexed: str = "",
     **options: Any,
 ) -> Build:
     """``fn`` specialised to ``problem`` and ``config``. It may take any of these arguments:
 
     ``{a,b,bias,residual,out}_ptr``, ``M N K``, ``stride_{a,b,r,o}{z,…}``, ``stride_bias``,
     ``alpha``, ``{a,b}_scale_ptr``, ``{A,B}_SCALE``, ``STEP``, ``EPILOGUE``, ``PRECISION``, and
-    the config's upper-case fields. ``GROUP_M`` is passed at run time, the other fields are
-    constants. ``constants`` and ``own`` name the kernel's own arguments and take precedence. All
-    other arguments are None: the problem does not have them.
-
-    Args:
-        flat: First letters of the operands without a batch dimension.
-        indexed: First letters of the operands whose rows an index names: these may have any number
-            of rows.
+    the config's upper-case fields. A ragged problem also has ``G``, its number of groups,
+    ``stride_biasz``, and ``{offs,a_index,out_index,out_weights}_ptr``; its groups are like the
+    products of a batch. ``GROUP_M`` is passed at run time, the other fields are constants.
+    ``constants`` and ``own`` name the kernel's own arguments and take precedence. All other
+    arguments are None: the problem does not have them.
     """
     for operand in (problem.a, problem.b):
         if operand.grid and operand.block[1] % config.BLOCK_K and "STEP" in fn.arg_names:
             raise ConfigError(f"{config} has steps of several groups of {operand.block[1]} values")
-    shared, shared_constants, divisible = _convention(problem, flat, indexed)
-    fields = config.to_json()
-    shared_constants |= {name: value for name, value in fields.items() if name.isupper()}
-    if group := shared_constants.pop("GROUP_M", None):
+    shared, known, divisible = _convention(problem)
+    known |= {name: value for name, value in config.to_json().items() if name.isupper()}
+    if group := known.pop("GROUP_M", None):
         # Not a constant: for a long M half of the configs differ in nothing else.
         shared["GROUP_M"] = "i32", group
-    own_constants = constants or {}
-    typed = {**shared, **(own or {})}
-    known = {**shared_constants, **own_constants}
-    passed = [name for name in fn.arg_names if name in typed and name not in own_constants]
-    return Build(
-        fn,
-        {name: typed[name][0] for name in passed},
-        {name: known.get(name) for name in fn.arg_names if name not in passed},
-        divisible,
-        {
-            "num_warps": config.num_warps,
-            "num_stages": config.num_stages,
-            **reduction_order.options(problem),
-            **options,
-        },
-        {name: typed[name][1] for name in passed},
-        grid,
-    )
+    shared |= own or {}
+    known |= constants or {}
+    compiled: dict[str, Any] = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    compiled |= reduction_order.options(problem) | options
+    return Build.of(fn, shared, known, divisible=divisible, options=compiled, grid=grid)
 
 
 def kind(operand: Operand) -> str | None:
@@ -232,11 +226,10 @@ def _operands(problem: Problem) -> Iterator[tuple[str, Operand, tuple[str, str],
         yield "residual", problem.residual, ("m", "n"), (m, n)
 
 
-def _convention(
-    problem: Problem, flat: str, indexed: str
-) -> tuple[Typed, dict[str, Any], dict[str, int]]:
+def _convention(problem: Problem) -> tuple[Typed, dict[str, Any], dict[str, int]]:
     """Types and values, constants, and divisibility of the shared arguments. Strides are read in
     every call: the problem fixes only their class."""
+    groups = problem.groups
     given: Typed = {
         "M": ("i32", problem.m),
         "N": ("i32", problem.n),
@@ -252,7 +245,7 @@ def _convention(
     divisible: dict[str, int] = {}
     vector = VECTOR // min(problem.a.dtype.itemsize, problem.b.dtype.itemsize)
     for tensor, operand, dims, extents in _operands(problem):
-        letter, stacked = tensor[0], problem.batch > 1 and tensor[0] not in flat
+        letter, stacked = tensor[0], len(problem.shape(tensor)) > 2
         given[f"{tensor}_ptr"] = pointer(operand.dtype), tensor
         contiguous = {"row": 1, "col": 0, "strided": None}[operand.layout]
         step = VECTOR // operand.dtype.itemsize
@@ -260,8 +253,9 @@ def _convention(
             name = f"stride_{letter}{dim}"
             if i == contiguous:
                 constants[name] = 1
-            elif extents[i] <= 1 and (i or letter not in indexed):
-                # A single row's stride is arbitrary and may not fit its type.
+            elif extents[i] <= 1 and (i or tensor != "a" or not (groups and groups.a_index)):
+                # A single row's stride is arbitrary and may not fit its type. Gathered rows may be
+                # any number.
                 constants[name] = 0
             else:
                 given[name] = "i64" if operand.wide else "i32", (tensor, i + stacked)
@@ -285,11 +279,19 @@ def _convention(
 
     if problem.bias is not None:
         given["bias_ptr"] = pointer(problem.bias), "bias"
-        given["stride_bias"] = "i64", ("bias", 0)
+        given["stride_bias"] = "i64", ("bias", -1)
+        if groups is None:
+            constants["stride_biasz"] = 0
+        else:
+            given["stride_biasz"] = "i64", ("bias", 0)
     if problem.scaled:
         given["alpha"] = "fp32", "alpha"
+    if groups is not None:
+        given["G"] = "i32", groups.count
+        extras = {name: dtype for name, dtype in groups.extras.items() if dtype is not None}
+        given |= {f"{name}_ptr": (pointer(dtype), name) for name, dtype in extras.items()}
     given |= parts(problem)
-    typed, known = scaled_step.arguments(problem, flat)
+    typed, known = scaled_step.arguments(problem)
     given |= typed
     constants |= known
     return given, constants, divisible

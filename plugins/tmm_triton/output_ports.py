@@ -191,12 +191,11 @@ class Ports:
             "parts": ("i32", parts),
             "length": ("i32", length),
         }
-        return Build(
+        return Build.of(
             reduce_port_kernel,
-            {name: kind for name, (kind, _) in own.items()},
+            own,
             {"REDUCE": port.reduce, "BLOCK_P": high, "BLOCK_L": wide},
             options={"num_warps": 4, "num_stages": 1},
-            values={name: value for name, (_, value) in own.items()},
             grid=(triton.cdiv(length, wide), 1, 1),
         )
 

@@ -18,15 +18,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import triton
 import triton.language as tl
 
 from tmm_core import Anatomy, Problem, Traits
-from tmm_core.triton import factors, pointer
+from tmm_core.triton import factors
 from tmm_triton.blocks import affine, load, parts, tile_of
-from tmm_triton.operands import Build, TileConfig, Typed, build
+from tmm_triton.operands import Build, TileConfig, build
 from tmm_triton.scaled_step import advance, stored, stored_range
 from tmm_triton.tiled import FusedEpilogueConfig
 from tmm_triton.triton_kernel import GRID_LIMIT, STEPPED, TritonKernel, fills_registers
@@ -336,7 +335,7 @@ class Ragged(TritonKernel[RaggedConfig]):
     def builds(self, problem: Problem, config: RaggedConfig) -> list[Build]:
         groups = problem.groups
         assert groups is not None
-        constants: dict[str, Any] = {
+        constants = {
             "RAGGED": groups.ragged,
             "GROUPS": min(triton.next_power_of_2(groups.count), _MOST_GROUPS),
             "ZEROED": int(groups.zeroed),
@@ -344,17 +343,7 @@ class Ragged(TritonKernel[RaggedConfig]):
             "INTERLEAVED": problem.epilogue.interleaved,
             "WHOLE_K": groups.ragged != "k" and problem.k % config.BLOCK_K == 0,
         }
-        own: Typed = {"G": ("i32", groups.count)}
-        for name, dtype in groups.extras.items():
-            if dtype is not None:
-                own[f"{name}_ptr"] = pointer(dtype), name
-        if problem.bias is not None:
-            own |= {"stride_biasz": ("i64", ("bias", 0)), "stride_bias": ("i64", ("bias", 1))}
-        # As if each group were a product of a batch, in which flat operands have no batch stride.
-        batch = replace(problem, groups=None, batch=max(2, groups.count))
-        flat, programs = _FLAT[groups.ragged], grid(problem, config)
-        indexed = "a" if groups.a_index is not None else ""
-        return [build(ragged_kernel, batch, config, programs, constants, own, flat, indexed)]
+        return [build(ragged_kernel, problem, config, grid(problem, config), constants)]
 
 
 def _spills(problem: Problem, config: RaggedConfig) -> bool:
@@ -366,10 +355,6 @@ def _spills(problem: Problem, config: RaggedConfig) -> bool:
     scattered = problem.groups is not None and problem.groups.out_index is not None
     # Before Hopper operands are in registers too: it spilled 168 bytes on an A100.
     return config.SUBTILE == 1 or (scattered and problem.device.capability < (9, 0))
-
-
-#: Letters of the operands without a group dimension: o is the result, r the residual.
-_FLAT = {"m": "aor", "n": "bor", "k": "ab"}
 
 
 def grid(problem: Problem, config: TileConfig) -> tuple[int, int, int]:

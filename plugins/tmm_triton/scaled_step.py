@@ -84,17 +84,13 @@ def advance(
     return acc
 
 
-def arguments(problem: Problem, flat: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The run-time arguments and the constants of steps.
-
-    Args:
-        flat: First letters of the operands without a batch dimension.
-    """
+def arguments(problem: Problem) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The run-time arguments and the constants of steps."""
     typed: dict[str, Any] = {}
     constants: dict[str, Any] = {"PACK": problem.b.pack}
     for name, dims in (("a", ("m", "k")), ("b", ("k", "n"))):
         spec: Operand = getattr(problem, name)
-        stacked = problem.batch > 1 and name not in flat
+        stacked = len(problem.shape(name)) > 2
         if spec.grid:
             prefix = f"stride_{name}s"
             typed |= {
@@ -105,7 +101,7 @@ def arguments(problem: Problem, flat: str) -> tuple[dict[str, Any], dict[str, An
             of = name.upper()
             constants |= {f"{of}_OUTER": spec.block[0], f"{of}_GROUP": spec.block[1]}
     if problem.b.zero is not None:
-        spec, stacked = problem.b, problem.batch > 1 and "b" not in flat
+        spec, stacked = problem.b, len(problem.b_shape) > 2
         typed["b_zero_ptr"] = pointer(problem.b.zero), "b_zero"
         constants |= {"ZERO_OUTER": max(1, spec.block[0]), "ZERO_GROUP": spec.block[1] or _WHOLE}
         if spec.grid:

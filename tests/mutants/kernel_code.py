@@ -37,9 +37,9 @@ KERNELS = [
     ),
     Mutant(
         "ragged-one-row",
-        "tmm_triton/ragged.py",
-        'indexed = "a" if groups.a_index is not None else ""',
-        'indexed = ""',
+        "tmm_triton/operands.py",
+        'elif extents[i] <= 1 and (i or tensor != "a" or not (groups and groups.a_index)):',
+        "elif extents[i] <= 1:",
         "one indexed row is row 0",
         (f"{WIDE}::test_few_products_of_many_rows_and_many_of_few",),
     ),

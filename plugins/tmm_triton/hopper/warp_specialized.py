@@ -348,25 +348,17 @@ class WarpSpecialized(Built[WarpSpecializedConfig]):
             arguments["alpha"] = ("fp32", "alpha")
         arguments |= parts(problem)
         if c.stepped:
-            # As if each group were a product of a batch.
-            stack = replace(problem, groups=None, batch=max(2, groups.count)) if groups else problem
-            arguments |= scaled_step.arguments(stack, "a" if groups else "")[0]
-        constants |= {
-            name: None
-            for name in warp_specialized_kernel.arg_names
-            if name not in arguments | constants
-        }
+            arguments |= scaled_step.arguments(problem)[0]
         options = {
             "num_warps": config.num_warps,
             "launch_pdl": c.overlaps,
             "edits": config.edits,
             **reduction_order.options(problem),
         }
-        types = {name: each for name, (each, _) in arguments.items()}
-        values = {name: value for name, (_, value) in arguments.items()}
-        return Build(
-            warp_specialized_kernel, types, constants, divisible, options, values, (blocks, 1, 1)
-        )
+        return Build.of(
+            warp_specialized_kernel, arguments, constants, divisible=divisible, options=options,
+            grid=(blocks, 1, 1),
+        )  # fmt: skip
 
 
 def _outputs_declined(problem: Problem) -> Iterable[str]:
