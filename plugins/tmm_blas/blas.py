@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from tmm_blas import cublaslt_blocks, grouped_mm
+from tmm_blas.dequantized import OptTensor, bind_scaled, rescaled, wide_range
 from tmm_blas.dequantized import bind as bind_values
-from tmm_blas.dequantized import bind_scaled, rescaled, wide_range
 from tmm_core import (
     ANY,
     Bound,
@@ -196,12 +196,7 @@ def _bind_by(
     if problem.plain and same:
 
         def plain(
-            a: Tensor,
-            b: Tensor,
-            bias: Tensor | None,
-            residual: Tensor | None,
-            alpha: float,
-            out: Tensor | None,
+            a: Tensor, b: Tensor, bias: OptTensor, residual: OptTensor, alpha: float, out: OptTensor
         ) -> Tensor:
             if out is None:
                 return mm(a, b)
@@ -216,12 +211,7 @@ def _bind_by(
         return biased
 
     def general(
-        a: Tensor,
-        b: Tensor,
-        bias: Tensor | None,
-        residual: Tensor | None,
-        alpha: float,
-        out: Tensor | None,
+        a: Tensor, b: Tensor, bias: OptTensor, residual: OptTensor, alpha: float, out: OptTensor
     ) -> Tensor:
         if out is not None and with_out:
             return with_out(a, b, bias, residual, alpha, out)
@@ -240,12 +230,7 @@ def _bind_by(
         return general
 
     def activated(
-        a: Tensor,
-        b: Tensor,
-        bias: Tensor | None,
-        residual: Tensor | None,
-        alpha: float,
-        out: Tensor | None,
+        a: Tensor, b: Tensor, bias: OptTensor, residual: OptTensor, alpha: float, out: OptTensor
     ) -> Tensor:
         if out is not None:
             return general(a, b, bias, residual, alpha, out)
@@ -265,7 +250,7 @@ def _adds_bias(problem: Problem) -> bool:
 
 
 def _bind_folded(
-    problem: Problem, fold: Any, a: Tensor, b: Tensor, residual: Tensor | None, by_views: Launcher
+    problem: Problem, fold: Any, a: Tensor, b: Tensor, residual: OptTensor, by_views: Launcher
 ) -> Launcher | None:
     """Like :func:`bind_product`, if torch.matmul folds dimensions into the same matrices: it folds
     in C++, 1.3 µs faster than views. None otherwise, and with a bias: F.linear, which takes b
@@ -309,12 +294,7 @@ def scaled(z: Tensor, alpha: float) -> Tensor:
 
 
 def finish(
-    problem: Problem,
-    z: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    alpha: float,
-    out: Tensor | None,
+    problem: Problem, z: Tensor, bias: OptTensor, residual: OptTensor, alpha: float, out: OptTensor
 ) -> Tensor:
     """The result for a product ``z``: alpha, bias, epilogue and residual, by torch's own operators
     and with its roundings."""
@@ -323,7 +303,7 @@ def finish(
     return in_out_dtype(problem, z, out)
 
 
-def in_out_dtype(problem: Problem, y: Tensor, out: Tensor | None) -> Tensor:
+def in_out_dtype(problem: Problem, y: Tensor, out: OptTensor) -> Tensor:
     """The result in the problem's dtype, or in ``out``: torch's operators may have promoted it."""
     return y.to(problem.out.dtype) if out is None else out.copy_(y)
 
@@ -339,12 +319,7 @@ def _divisible(problem: Problem) -> bool:
 
 def _bind_halves(problem: Problem) -> Launcher:
     def run(
-        a: Tensor,
-        b: Tensor,
-        bias: Tensor | None,
-        residual: Tensor | None,
-        alpha: float,
-        out: Tensor | None,
+        a: Tensor, b: Tensor, bias: OptTensor, residual: OptTensor, alpha: float, out: OptTensor
     ) -> Tensor:
         halves = b.chunk(2, dim=-1)
         if bias is None:
@@ -385,25 +360,13 @@ def _wide(a: Tensor, b: Tensor, dtype: torch.dtype, mm: object) -> Tensor:
 
 def _takes_8_bit(problem: Problem) -> bool:
     """Whether ``torch._scaled_mm`` multiplies these operands: the conditions of cuBLASLt."""
-    device = problem.device
-    width = 2 * problem.n if problem.gated else problem.n
     wide = torch.float8_e5m2
     return (
-        problem.native
+        cublaslt_blocks.takes_layout(problem, 16)
         and not (problem.a.grid or problem.b.grid)
         and problem.a.dtype.is_floating_point
         and hasattr(torch, "_scaled_mm")
-        and device.type == "cuda"
-        and not device.cuda.startswith("hip")
-        and device.capability >= (8, 9)
-        and problem.batch == 1
-        and problem.m > 0
-        and problem.a.layout == "row"
-        and problem.b.layout == "col"
-        and problem.a.aligned
-        and problem.b.aligned
-        and problem.k % 16 == width % 16 == 0
-        and 0 not in (problem.k, width)
+        and problem.device.capability >= (8, 9)
         and not problem.a.dtype == problem.b.dtype == wide
     )
 
@@ -472,7 +435,7 @@ def _bind_blocks(problem: Problem) -> Launcher:
 
 
 def _bind_scaled_mm(problem: Problem) -> Launcher:
-    shape_a, shape_b = (problem.m, 1), (1, 2 * problem.n if problem.gated else problem.n)
+    shape_a, shape_b = (problem.m, 1), (1, problem.width)
     by_row = any(t.scale is not None and t.scale.kind == "row" for t in (problem.a, problem.b))
     dtype = problem.out.dtype if problem.out.dtype != torch.float64 else torch.float32
     # With row scales torch requires a bf16 output. It adds a bias only of the output's dtype, if
@@ -490,12 +453,12 @@ def _bind_scaled_mm(problem: Problem) -> Launcher:
     def run(
         a: Tensor,
         b: Tensor,
-        bias: Tensor | None,
-        residual: Tensor | None,
+        bias: OptTensor,
+        residual: OptTensor,
         alpha: float,
-        out: Tensor | None,
-        a_scale: Tensor | None = None,
-        b_scale: Tensor | None = None,
+        out: OptTensor,
+        a_scale: OptTensor = None,
+        b_scale: OptTensor = None,
     ) -> Tensor:
         if a.shape[0] == 1:
             # A single row's stride is arbitrary, but torch checks it.
@@ -539,12 +502,7 @@ def _bind_biased(addmm: Callable[..., Tensor], scaled: bool) -> Launcher:
     """The whole expression by an operator with ``addmm``'s signature."""
 
     def biased(
-        a: Tensor,
-        b: Tensor,
-        bias: Tensor | None,
-        residual: Tensor | None,
-        alpha: float,
-        out: Tensor | None,
+        a: Tensor, b: Tensor, bias: OptTensor, residual: OptTensor, alpha: float, out: OptTensor
     ) -> Tensor:
         assert bias is not None
         if out is not None:

@@ -25,12 +25,28 @@ CUDA = (12, 9)
 _UNIT = 4
 
 
-def serves(problem: Problem) -> bool:
-    """Whether torch and cuBLASLt multiply the problem's operands with their scales."""
-    device = problem.device
-    width = 2 * problem.n if problem.gated else problem.n
+def takes_layout(problem: Problem, multiple: int) -> bool:
+    """Whether cuBLASLt multiplies 8-bit operands of these layouts and sizes: a row-major times a
+    column-major matrix, whose K and N are multiples of that number."""
     return (
         problem.native
+        and problem.device.type == "cuda"
+        and not problem.device.cuda.startswith("hip")
+        and problem.batch == 1
+        and problem.m > 0
+        and problem.a.layout == "row"
+        and problem.b.layout == "col"
+        and problem.a.aligned
+        and problem.b.aligned
+        and problem.k % multiple == problem.width % multiple == 0
+        and 0 not in (problem.k, problem.width)
+    )
+
+
+def serves(problem: Problem) -> bool:
+    """Whether torch and cuBLASLt multiply the problem's operands with their scales."""
+    return (
+        takes_layout(problem, GROUP)
         and problem.groups is None
         and not problem.epilogue.outputs
         and problem.a.dtype == problem.b.dtype == torch.float8_e4m3fn
@@ -40,20 +56,10 @@ def serves(problem: Problem) -> bool:
         and problem.a.block == (1, GROUP)
         and problem.b.block in ((1, GROUP), (GROUP, GROUP))
         and problem.out.dtype is torch.bfloat16
-        and device.type == "cuda"
-        and not device.cuda.startswith("hip")
-        and device.capability == (9, 0)
-        and _release(device.cuda) >= CUDA
+        and problem.device.capability == (9, 0)
+        and _release(problem.device.cuda) >= CUDA
         and hasattr(F, "scaled_mm")
         and hasattr(F, "ScalingType")
-        and problem.batch == 1
-        and problem.m > 0
-        and problem.a.layout == "row"
-        and problem.b.layout == "col"
-        and problem.a.aligned
-        and problem.b.aligned
-        and problem.k % GROUP == width % GROUP == 0
-        and 0 not in (problem.k, width)
     )
 
 

@@ -15,10 +15,10 @@ import torch
 from tmm_core import Operand, Problem, Scale
 
 Tensor = torch.Tensor
-
+OptTensor = Tensor | None
 
 #: A function from stored numbers, scales and zero points to values; see :func:`bind`.
-Values = Callable[[Tensor, "Tensor | None", "Tensor | None"], Tensor]
+Values = Callable[[Tensor, OptTensor, OptTensor], Tensor]
 
 
 def bind(problem: Problem, of: str, dtype: torch.dtype | None = None) -> Values:
@@ -46,7 +46,7 @@ def bind(problem: Problem, of: str, dtype: torch.dtype | None = None) -> Values:
     inner = dtype if exact and whole else torch.float32
     fused = _fused(problem, of, dtype)
 
-    def values(t: Tensor, scale: Tensor | None, zero: Tensor | None) -> Tensor:
+    def values(t: Tensor, scale: OptTensor, zero: OptTensor) -> Tensor:
         scale = scale if spec.grid else None
         if of == "b":
             # In the layout of the stored weight, with K contiguous, torch's results are aligned.
@@ -76,7 +76,7 @@ def bind_scaled(problem: Problem, of: str) -> Values | None:
     if fused is None:
         return None
 
-    def values(t: Tensor, scale: Tensor | None, zero: Tensor | None) -> Tensor:
+    def values(t: Tensor, scale: OptTensor, zero: OptTensor) -> Tensor:
         assert scale is not None
         scale = scale.reshape((1,) * (t.dim() - scale.dim()) + scale.shape)
         if t.dim() == 3:
@@ -98,7 +98,7 @@ def _fused(problem: Problem, of: str, dtype: torch.dtype, folds: bool = False) -
     return triton.dequantizer(problem, of, dtype, folds)  # type: ignore[no-any-return]
 
 
-def rescaled(z: Tensor, scale: Tensor | None) -> Tensor:
+def rescaled(z: Tensor, scale: OptTensor) -> Tensor:
     """The product ``z`` times a scale that broadcasts to it. A scale of one number may have any
     number of dimensions."""
     if scale is None:

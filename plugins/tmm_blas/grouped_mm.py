@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from tmm_blas.dequantized import Values, bind_scaled, rescaled
+from tmm_blas.dequantized import OptTensor, Values, bind_scaled, rescaled
 from tmm_blas.dequantized import bind as bind_values
 from tmm_core import Launcher, Operand, Problem
 
@@ -124,10 +124,10 @@ def bind(problem: Problem) -> Launcher:
     def run(
         a: Tensor,
         b: Tensor,
-        bias: Tensor | None,
-        residual: Tensor | None,
+        bias: OptTensor,
+        residual: OptTensor,
         alpha: float,
-        out: Tensor | None,
+        out: OptTensor,
         **rows: Tensor,
     ) -> Tensor:
         offs = rows["offs"]
@@ -219,8 +219,8 @@ def _values(
     name: str,
     values: Values,
     t: Tensor,
-    scale: Tensor | None,
-    zero: Tensor | None,
+    scale: OptTensor,
+    zero: OptTensor,
     offs: Tensor,
 ) -> Tensor:
     """An operand's values, with zero points reshaped to broadcast to them."""
@@ -240,7 +240,7 @@ def _values(
 
 
 def _rescaled(
-    problem: Problem, z: Tensor, offs: Tensor, a_scale: Tensor | None, b_scale: Tensor | None
+    problem: Problem, z: Tensor, offs: Tensor, a_scale: OptTensor, b_scale: OptTensor
 ) -> Tensor:
     """The product ``z`` times the row scales of both operands."""
     along = problem.along
@@ -301,7 +301,7 @@ def _with_strides(t: Tensor) -> Tensor:
 
 
 def _scaled_by_torch(
-    a: Tensor, b: Tensor, offs: Tensor, a_scale: Tensor | None, b_scale: Tensor | None
+    a: Tensor, b: Tensor, offs: Tensor, a_scale: OptTensor, b_scale: OptTensor
 ) -> Tensor:
     """The product of e4m3 with ragged rows. torch requires a scale for every row and column."""
     rows, columns = (a.shape[0],), (b.shape[0], b.shape[-1])
@@ -310,7 +310,7 @@ def _scaled_by_torch(
     return torch._scaled_grouped_mm(a, b, by_row, by_column, offs=offs, out_dtype=torch.bfloat16)
 
 
-def _filled(scale: Tensor | None, shape: tuple[int, ...], device: torch.device) -> Tensor:
+def _filled(scale: OptTensor, shape: tuple[int, ...], device: torch.device) -> Tensor:
     """The scale expanded to ``shape``; ones if there is none."""
     if scale is None:
         return torch.ones(shape, dtype=torch.float32, device=device)
