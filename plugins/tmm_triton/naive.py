@@ -15,7 +15,7 @@ from tmm_core import Problem, Traits
 from tmm_triton.blocks import finish, load, rescale
 from tmm_triton.operands import Build, TileConfig, build
 from tmm_triton.scaled_step import advance, stored, stored_range
-from tmm_triton.triton_kernel import STEPPED, TritonKernel, tiles
+from tmm_triton.triton_kernel import STEPPED, TritonKernel
 
 
 @triton.jit
@@ -86,4 +86,4 @@ class Naive(TritonKernel[TileConfig]):
         return self.ranked(problem, self.every(problem, _SHAPES), 4)
 
     def builds(self, problem: Problem, config: TileConfig) -> list[Build]:
-        return [build(naive_kernel, problem, config, (tiles(problem, config), problem.batch, 1))]
+        return [build(naive_kernel, problem, config, (config.tiles(problem), problem.batch, 1))]

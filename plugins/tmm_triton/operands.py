@@ -55,9 +55,17 @@ class TileConfig(Config):
         check("num_stages", self.num_stages, range(1, 9))
         check("num_warps", self.num_warps, (1, 2, 4, 8, 16))
 
+    def width(self, problem: Problem) -> int:
+        """Columns of ``b`` per tile: of both halves, if gated."""
+        return self.BLOCK_N * (2 if problem.gated else 1)
+
+    def tiles(self, problem: Problem) -> int:
+        """Output tiles of one product of the batch."""
+        return -(-problem.m // self.BLOCK_M) * -(-problem.n // self.BLOCK_N)
+
     def shared_memory(self, problem: Problem) -> int:
         """Bytes of the pipelined operand tiles."""
-        width = self.BLOCK_N * (2 if problem.gated else 1)
+        width = self.width(problem)
         of_a, of_b = problem.a.dtype.itemsize, problem.b.dtype.itemsize
         unpacked = 0
         if problem.b.pack != 1:
@@ -70,8 +78,7 @@ class TileConfig(Config):
         """Registers per thread for tiles: the accumulators and the part of the residual being
         added. An operand with unaligned rows takes registers too, for each element and its address:
         asynchronous copies move at least 4 bytes."""
-        threads = 32 * self.num_warps
-        width = self.BLOCK_N * (2 if problem.gated else 1)
+        threads, width = 32 * self.num_warps, self.width(problem)
         accumulator = self.BLOCK_M * width // threads
         capability = problem.device.capability
         if problem.a.grid or problem.b.grid:

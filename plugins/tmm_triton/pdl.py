@@ -19,6 +19,17 @@ from tmm_core.triton import SEARCH_LIMITED, reraise
 
 C = TypeVar("C", bound=Config)
 
+
+class Overlapping(Config):
+    """A config with a field ``early``."""
+
+    early: str
+
+    @property
+    def assumes(self) -> tuple[str, ...]:
+        return ("static_weights",) if self.early == "b" else ()
+
+
 #: Maximum number of rows for which overlap is tried.
 FEW_ROWS = 128
 #: Number of configs whose ``early`` variants are tried: the best tile does not depend on it.

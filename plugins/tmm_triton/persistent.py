@@ -34,7 +34,7 @@ from tmm_triton.hopper.operand_layout import described, stored_by_pointers
 from tmm_triton.operands import VECTOR, Build, Typed, build, check
 from tmm_triton.tile_anatomy import of_tiles
 from tmm_triton.tiled import FusedEpilogueConfig
-from tmm_triton.triton_kernel import POINTERS, TritonKernel, group_sizes, tiles
+from tmm_triton.triton_kernel import POINTERS, TritonKernel, group_sizes
 
 
 @triton.jit
@@ -193,9 +193,8 @@ class PersistentConfig(FusedEpilogueConfig):
 
     def registers(self, problem: Problem) -> int:
         """As for any tile, plus the sum over the previous parts."""
-        width = self.BLOCK_N * (2 if problem.gated else 1)
-        before = self.BLOCK_M * width // (32 * self.num_warps) if self.PARTS > 1 else 0
-        return super().registers(problem) + before
+        accumulators = self.BLOCK_M * self.width(problem) // (32 * self.num_warps)
+        return super().registers(problem) + (accumulators if self.PARTS > 1 else 0)
 
     def shared_memory(self, problem: Problem) -> int:
         """Bytes of the operand tiles, of the staged output (also with pointers, to store it row by
@@ -298,7 +297,7 @@ class Persistent(TritonKernel[PersistentConfig]):
 def _programs(problem: Problem, config: PersistentConfig) -> int:
     """Programs to launch: one per SM, or two if they are small enough to share one."""
     device = problem.device
-    count = problem.batch * tiles(problem, config)
+    count = problem.batch * config.tiles(problem)
     if device.interpreted:
         return min(count, 3)
     shared = config.num_warps <= 4 and 2 * config.shared_memory(problem) <= device.shared_memory
@@ -309,5 +308,5 @@ def _next_tile_waits(problem: Problem, config: PersistentConfig) -> bool:
     """Whether FLATTEN can gain: there is a next tile to load during the epilogue, and only one
     accumulator. A merged loop over tiles and K copies two (8192×14336×4096 swiglu: 3.9 ms instead
     of 2.7)."""
-    count = problem.batch * tiles(problem, config)
+    count = problem.batch * config.tiles(problem)
     return not problem.gated and _programs(problem, config) < count

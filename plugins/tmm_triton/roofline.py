@@ -44,9 +44,9 @@ def times_us(
     reach *= _UNALIGNED**unaligned
     ahead = 1 if unaligned else max(config.num_stages - 1, 1)
 
-    high, width = config.BLOCK_M, config.BLOCK_N * (2 if problem.gated else 1)
+    high, width = config.BLOCK_M, config.width(problem)
     intensity = high * width / (high + width)
-    programs = problem.batch * -(-problem.m // high) * -(-problem.n // config.BLOCK_N) * splits
+    programs = problem.batch * config.tiles(problem) * splits
     steps = -(-problem.k // (config.BLOCK_K * splits))
 
     flops = 2 * high * width * config.BLOCK_K * steps

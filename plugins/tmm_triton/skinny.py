@@ -39,7 +39,7 @@ from tmm_core import Problem, Traits
 from tmm_triton import roofline
 from tmm_triton.blocks import finish
 from tmm_triton.operands import VECTOR, Build, TileConfig, build, check
-from tmm_triton.pdl import check_early, ways, with_early
+from tmm_triton.pdl import Overlapping, check_early, ways, with_early
 from tmm_triton.triton_kernel import POINTERS, TritonKernel, hopper_or_later, without_gluon
 
 #: Columns of the widest tile of ``a`` transposed. On an H200 32 rows were no faster than with
@@ -132,7 +132,7 @@ def skinny_kernel(
 
 
 @dataclass(frozen=True, kw_only=True)
-class SkinnyConfig(TileConfig):
+class SkinnyConfig(TileConfig, Overlapping):
     """A program's tile, and the step along K that its warps divide.
 
     Args:
@@ -154,10 +154,6 @@ class SkinnyConfig(TileConfig):
         check_early(self.early, able=self.num_stages == 2)
         if self.part < 64:
             raise ValueError(f"BLOCK_K {self.BLOCK_K} leaves a warp {self.part} elements, not 64")
-
-    @property
-    def assumes(self) -> tuple[str, ...]:
-        return ("static_weights",) if self.early == "b" else ()
 
     @property
     def part(self) -> int:
@@ -243,8 +239,7 @@ class Skinny(TritonKernel[SkinnyConfig]):
         """The time to read ``b``, longer if too few bytes are in flight and if the last programs
         leave SMs idle. Over the problems it was fitted to, the best of the first five by this
         estimate was the best of all, the first was 1.7 % slower."""
-        columns = -(-problem.n // config.BLOCK_N)
-        programs = problem.batch * columns * -(-problem.m // config.BLOCK_M)
+        programs = problem.batch * config.tiles(problem)
         step = config.BLOCK_N * config.BLOCK_K * problem.b.dtype.itemsize
         ahead = 1.5 if config.num_stages == 2 else 1
         return roofline.reading_us(problem, config, programs, ahead * step)

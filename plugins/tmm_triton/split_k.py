@@ -28,9 +28,9 @@ from tmm_triton import reduction_order
 from tmm_triton.blocks import finish, load, rescale
 from tmm_triton.operands import Build, TileConfig, Typed, build, check
 from tmm_triton.partials import MOST_WORKSPACE, REDUCE_US, reduction
-from tmm_triton.pdl import check_early, ways, with_early
+from tmm_triton.pdl import Overlapping, check_early, ways, with_early
 from tmm_triton.scaled_step import advance, stored, stored_range
-from tmm_triton.triton_kernel import STEPPED, TritonKernel, hopper_or_later, tiles
+from tmm_triton.triton_kernel import STEPPED, TritonKernel, hopper_or_later
 
 
 @triton.jit
@@ -191,7 +191,7 @@ _MOST_SPLITS = 512
 
 
 @dataclass(frozen=True, kw_only=True)
-class SplitKConfig(TileConfig):
+class SplitKConfig(TileConfig, Overlapping):
     """A tile, the number of ranges of K, and whether the launch overlaps the previous one
     (:mod:`tmm_triton.pdl`; not ``"l2"``)."""
 
@@ -203,10 +203,6 @@ class SplitKConfig(TileConfig):
         super().__post_init__()
         check("SPLIT_K", self.SPLIT_K, range(1, _MOST_SPLITS + 1))
         check_early(self.early, able=self.num_stages == 1)
-
-    @property
-    def assumes(self) -> tuple[str, ...]:
-        return ("static_weights",) if self.early == "b" else ()
 
     def registers(self, problem: Problem) -> int:
         """As for any tile, plus the addresses of the stored partial sums."""
@@ -284,7 +280,7 @@ class SplitK(TritonKernel[SplitKConfig]):
             "OVERLAPS": overlaps,
             "EARLY": overlaps and config.early == "b",
         }
-        grid = tiles(problem, config), config.SPLIT_K, problem.batch
+        grid = config.tiles(problem), config.SPLIT_K, problem.batch
         main = build(split_k_kernel, problem, config, grid, constants, own, launch_pdl=overlaps)
         if not split:
             return [main]
@@ -317,7 +313,7 @@ def _splits(problem: Problem, tile: SplitKConfig) -> list[int]:
     """Values of SPLIT_K that aim at a few programs per SM and leave each at least one step."""
     if problem.device.interpreted:
         return [3, 1]
-    programs = problem.batch * tiles(problem, tile)
+    programs = problem.batch * tile.tiles(problem)
     steps = triton.cdiv(problem.k, tile.BLOCK_K)
     if problem.batch_invariant:
         equal = reduction_order.equal_splits(problem)

@@ -43,7 +43,7 @@ from tmm_core.triton import SEARCH_LIMITED
 from tmm_triton import roofline, word_decoders
 from tmm_triton.blocks import add_residual, affine, finish, store
 from tmm_triton.operands import Build, TileConfig, build, check
-from tmm_triton.pdl import check_early, ways, with_early
+from tmm_triton.pdl import Overlapping, check_early, ways, with_early
 from tmm_triton.skinny import Skinny, against_rows
 from tmm_triton.triton_kernel import TritonKernel, hopper_or_later, without_gluon
 
@@ -378,7 +378,7 @@ def _bits(power: int) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StreamingConfig(TileConfig):
+class StreamingConfig(TileConfig, Overlapping):
     """A program's tile, and the step along K that its warps divide.
 
     Args:
@@ -402,10 +402,6 @@ class StreamingConfig(TileConfig):
             raise ValueError(f"{self.num_warps} warps cannot divide {self.BLOCK_N}×{self.BLOCK_K}")
 
     @property
-    def assumes(self) -> tuple[str, ...]:
-        return ("static_weights",) if self.early == "b" else ()
-
-    @property
     def warps_k(self) -> int:
         """Warps that divide a step along K."""
         return self.BLOCK_K // STEP
@@ -417,19 +413,16 @@ class StreamingConfig(TileConfig):
 
     def shared_memory(self, problem: Problem) -> int:
         """Bytes in which the warps' sums are exchanged."""
-        return 4 * self.BLOCK_M * self._rows(problem) * (self.warps_k + 1)
+        return 4 * self.BLOCK_M * self.width(problem) * (self.warps_k + 1)
 
     def registers(self, problem: Problem) -> int:
         """Registers of a thread for words and scales of ``num_stages`` steps, for sums, and for a
         step of ``a``, half of it a second time as the tensor cores read it."""
-        rows = self._rows(problem) // self.warps_n
+        rows = self.width(problem) // self.warps_n
         words = rows * STEP * problem.b.dtype.itemsize // (problem.b.pack * 4 * 32)
         numbers = rows // 8 * ((problem.b.scale is not None) + (problem.b.zero is not None))
         ahead = self.num_stages * (words + (numbers if problem.b.grid else 0))
         return ahead + 6 * self.BLOCK_M + 2 * rows * self.BLOCK_M // 32
-
-    def _rows(self, problem: Problem) -> int:
-        return self.BLOCK_N * (2 if problem.gated else 1)
 
 
 def _row_scale(problem: Problem) -> dict[str, int]:
@@ -518,7 +511,7 @@ class Streaming(TritonKernel[StreamingConfig]):
         halves = 2 if problem.gated else 1
         pieces = 2 if per == 8 and config.BLOCK_M == 16 else 1
         words, pairs = layouts(
-            config.warps_k, config.warps_n, config.BLOCK_N * halves, config.BLOCK_M, per, pieces
+            config.warps_k, config.warps_n, config.width(problem), config.BLOCK_M, per, pieces
         )
         constants = {
             "WARPS_K": config.warps_k,

@@ -8,10 +8,9 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-import triton
+from triton import knobs
 
 from tmm_core import Anatomy, Machine, Problem, Resources
 from tmm_core.triton import interpreting, target_of
@@ -38,14 +37,13 @@ def of_tiles(
         at_once: Programs that run at the same time; 0: as many as SMs hold.
     """
     shared = config.shared_memory(problem)
-    tiles = problem.batch * -(-problem.m // config.BLOCK_M) * -(-problem.n // config.BLOCK_N)
     times = roofline.times_us(problem, config, splits=splits, reach=reach)
     return Anatomy(
         block_m=config.BLOCK_M,
         block_n=config.BLOCK_N,
         block_k=config.BLOCK_K,
         group_m=getattr(config, "GROUP_M", 1),
-        tiles=tiles * splits,
+        tiles=problem.batch * config.tiles(problem) * splits,
         at_once=at_once or _at_once(problem, shared, 32 * config.num_warps),
         steps=-(-problem.k // (config.BLOCK_K * splits)),
         shared_memory=shared,
@@ -89,11 +87,10 @@ def _warps(compiled: Any) -> int:
 
 def usage(cubin: bytes) -> dict[str, int]:
     """Registers and bytes of stack and local memory per thread, read by Triton's ``cuobjdump``."""
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        command = [str(tool), "--dump-resource-usage", file.name]
+        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
         text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     return {name: int(number) for name, number in re.findall(r"(REG|STACK|LOCAL):(\d+)", text)}
 

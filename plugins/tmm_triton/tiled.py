@@ -28,7 +28,7 @@ from tmm_triton.blocks import add_residual, affine, load, parts, rescale, store,
 from tmm_triton.operands import Build, TileConfig, build, check
 from tmm_triton.output_ports import KINDS, MOST, REDUCES, Ports, put, put_groups, whole_groups
 from tmm_triton.scaled_step import advance, stored, stored_range
-from tmm_triton.triton_kernel import STEPPED, TritonKernel, group_sizes, hopper_or_later, tiles
+from tmm_triton.triton_kernel import STEPPED, TritonKernel, group_sizes, hopper_or_later
 
 
 @triton.jit
@@ -167,7 +167,6 @@ C = TypeVar("C", bound=GroupedConfig)
 class Tiled(TritonKernel[C]):
     """The common part of ``triton.grouped`` and ``triton.fused_epilogue``."""
 
-    #: Scratch memory is for outputs that are reduced.
     traits = Traits(deterministic=True, batch_invariant=True)
     supports = replace(STEPPED, outputs=KINDS, reduces=REDUCES)
 
@@ -207,7 +206,7 @@ class Tiled(TritonKernel[C]):
             "WHOLE_K": problem.k % config.BLOCK_K == 0,
             **ports.constants(),
         }
-        grid = tiles(problem, config), problem.batch, 1
+        grid = config.tiles(problem), problem.batch, 1
         main = build(tiled_kernel, problem, config, grid, constants, ports.arguments())
         return [main, *ports.builds()]
 

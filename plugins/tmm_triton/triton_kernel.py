@@ -178,11 +178,6 @@ class TritonKernel(Built[C]):
         return ranked[:most] if SEARCH_LIMITED.get() else ranked
 
 
-def tiles(problem: Problem, config: TileConfig) -> int:
-    """Output tiles of one product of the batch."""
-    return -(-problem.m // config.BLOCK_M) * -(-problem.n // config.BLOCK_N)
-
-
 def proposed(problem: Problem, shapes: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
     """Tiles for the problem's dtype and device, from ``shapes`` written for 16-bit elements:
     ``(BLOCK_M, BLOCK_N, BLOCK_K, num_stages, num_warps)``.
@@ -225,7 +220,7 @@ def step_limit(problem: Problem) -> int:
 def fills_registers(problem: Problem, config: TileConfig) -> bool:
     """Whether the accumulators take half of a thread's registers. Then a tile is faster finished in
     parts: on an H200 a fused 4096³ took 205 µs in two parts and 245 in one."""
-    accumulators = config.BLOCK_M * config.BLOCK_N * (2 if problem.gated else 1)
+    accumulators = config.BLOCK_M * config.width(problem)
     return problem.device.interpreted or accumulators >= 128 * 32 * config.num_warps
 
 

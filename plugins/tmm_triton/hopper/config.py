@@ -9,7 +9,7 @@ from importlib import resources
 
 import torch
 
-from tmm_core import Config, Operand, Problem
+from tmm_core import Operand, Problem
 from tmm_core.triton import releases
 from tmm_triton.hopper.operand_layout import (
     box_rows_of_a,
@@ -22,6 +22,7 @@ from tmm_triton.hopper.operand_layout import (
     stored_by_pointers,
 )
 from tmm_triton.operands import kind
+from tmm_triton.pdl import Overlapping
 from tmm_triton.ragged_tiles import kinds
 
 #: Maximum parts of a tile of the last wave (``tail_splits``), and of every tile (``splits``), and
@@ -56,7 +57,7 @@ _PRIMED = 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class WarpSpecializedConfig(Config):
+class WarpSpecializedConfig(Overlapping):
     """A tile, and how the block's warps share it.
 
     Args:
@@ -126,10 +127,6 @@ class WarpSpecializedConfig(Config):
         width = self.BLOCK_N // max(1, self.subtiles)
         if width * self.subtiles != self.BLOCK_N or width < 16 or self.narrow % width:
             raise ValueError(f"{self.subtiles} subtiles of {self.BLOCK_N} columns")
-
-    @property
-    def assumes(self) -> tuple[str, ...]:
-        return ("static_weights",) if self.early == "b" else ()
 
     @property
     def edits(self) -> tuple[str, ...]:
