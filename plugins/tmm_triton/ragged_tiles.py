@@ -34,10 +34,6 @@ def kinds(ragged: str | None, batched: bool) -> Kinds:
     return {"a": a, "b": b, "out": result, "residual": result}
 
 
-def kinds_of(problem: Problem) -> Kinds:
-    return kinds(problem.groups.ragged if problem.groups else None, problem.batch > 1)
-
-
 def rows_ragged(problem: Problem) -> bool:
     return problem.groups is not None and problem.groups.ragged == "m"
 

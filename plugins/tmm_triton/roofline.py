@@ -22,9 +22,6 @@ _MOST_RESIDENT = 4
 #: and sums.
 _REGISTERS, _THREADS, _BLOCKS = 65536, 2048, 32
 _OVERHEAD = 24
-#: Fitted to ten problems of :mod:`tmm_triton.skinny` with 15 configs each on an H200: µs of load
-#: latency when all SMs load, and µs of a step in addition to its bytes.
-_READ_LATENCY, _STEP_US = 1.3, 0.1
 
 
 def times_us(
@@ -60,28 +57,11 @@ def times_us(
     return {"tensor cores": busy, "latency": waiting, "memory": moving}
 
 
-def reading_us(problem: Problem, config: TileConfig, programs: int, ahead: float) -> float:
-    """The time of a kernel whose programs load operands into registers, if reading takes longest:
-    longer if too few bytes are in flight and if the last programs leave SMs idle.
-
-    Args:
-        ahead: Bytes that one program has in flight.
-    """
-    machine = Machine.of(problem.device)
-    sms = machine.sms
-    in_flight = min(programs / sms, _resident(problem, config)) * ahead * sms
-    slow = max(1.0, math.sqrt(_READ_LATENCY * machine.memory / in_flight))
-    waves, idle = waves_and_idle(problem, config, programs)
-    steps = waves * -(-problem.k // config.BLOCK_K)
-    reading = problem.bytes / machine.memory * slow * (1 + idle / 2)
-    return machine.EMPTY_US + machine.RAMP_US + reading + _STEP_US * steps
-
-
 def waves_and_idle(problem: Problem, config: TileConfig, programs: int) -> tuple[int, float]:
     """How often SMs get new programs, and the time in which the last programs leave SMs idle,
     relative to the rest."""
     sms = Machine.of(problem.device).sms
-    waves = programs / (sms * _resident(problem, config))
+    waves = programs / (sms * resident(problem, config))
     load = waves if waves > 1 else programs / sms
     return math.ceil(waves), math.ceil(load) / load - 1
 
@@ -90,10 +70,10 @@ def register_limit(problem: Problem, config: TileConfig) -> int:
     """The most registers of a thread with which an SM holds as many programs as are expected.
     ptxas would use more of them to move loads, or spill to use fewer."""
     threads = 32 * config.num_warps
-    return min(255, _REGISTERS // (threads * _resident(problem, config)) // 8 * 8)
+    return min(255, _REGISTERS // (threads * resident(problem, config)) // 8 * 8)
 
 
-def _resident(problem: Problem, config: TileConfig) -> int:
+def resident(problem: Problem, config: TileConfig) -> int:
     """Programs that an SM has registers and threads for at once."""
     threads = 32 * config.num_warps
     registers = (config.registers(problem) + _OVERHEAD) * threads

@@ -94,8 +94,6 @@ class Dequantize:
         self._chunk, self._rows = build["constants"]["CHUNK"], build["constants"]["ROWS"]
         self._pack = build["constants"]["PACK"]
         self.launch = Launch(dequantize_kernel, device=device, **build)
-        # The interpreter takes the tensor itself.
-        self._address: Any = Tensor.data_ptr if self.launch.compiled is not None else lambda t: t
 
     def __call__(self, stored: Tensor, scale: Tensor | None, zero: Tensor | None) -> Tensor:
         """The values, ``[…, N, K]``, row-major.
@@ -110,7 +108,7 @@ class Dequantize:
         if not out.numel():
             return out
         chunks, count = -(-k // self._chunk), lead[0] if lead else 1
-        address = self._address
+        address = self.launch.address
         given = [address(stored)]
         given += [address(t) for t in (scale, zero) if t is not None]
         strides = [stored.stride(0) if lead else 0, stored.stride(-2)]

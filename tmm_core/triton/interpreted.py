@@ -42,6 +42,7 @@ def call_of(
     their declared types. The interpreter gives an integer the smallest type that holds it, in which
     its products with indices overflow."""
     import numpy as np
+    from triton.runtime import interpreter
 
     _mend()
     integers = {"i32": (tl.int32, np.int32), "i64": (tl.int64, np.int64)}
@@ -50,7 +51,7 @@ def call_of(
     def typed(value: Any, kind: Any) -> Any:
         if kind is None or not isinstance(value, int):
             return value
-        return tl.tensor(_handle(np.array([value], kind[1]), kind[0]), kind[0])
+        return tl.tensor(interpreter.TensorHandle(np.array([value], kind[1]), kind[0]), kind[0])
 
     def call(gx: int, gy: int, gz: int, *args: Any) -> None:
         # A GPU overflows silently; numpy would warn, an error where warnings are errors.
@@ -59,12 +60,6 @@ def call_of(
             fn[gx, gy, gz](**dict(zip(names, values, strict=True)), **constants)
 
     return call
-
-
-def _handle(data: Any, kind: tl.dtype) -> Any:
-    from triton.runtime import interpreter
-
-    return interpreter.TensorHandle(data, kind)
 
 
 @functools.cache

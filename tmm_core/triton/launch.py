@@ -118,6 +118,11 @@ class Launch:
             reduced = "constexpr" not in compiled.src.signature.values()
             self._parameters = self._given if reduced else list(fn.arg_names)
             self._template, self.namespace = _direct(compiled, low, index)
+        #: Makes a tensor an argument of :attr:`call`: Triton's C function would take longer to read
+        #: the address. The interpreter takes the tensor itself.
+        self.address: Callable[[Any], Any] = (
+            (lambda t: t) if self.compiled is None else torch.Tensor.data_ptr
+        )
         #: The launch function, called with ``(gx, gy, gz, *arguments)``, for warm paths.
         self.call: Callable[..., None] = self._write_call()
 

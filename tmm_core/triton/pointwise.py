@@ -123,9 +123,7 @@ class Pointwise:
         )
         self._forward = launch.call
         self._backward: dict[tuple[Any, ...], Callable[..., None]] = {}
-        self._address: Callable[[Tensor], Any] = Tensor.data_ptr
-        if launch.compiled is None:
-            self._address = lambda t: t  # the interpreter wants the tensor
+        self._address = launch.address
         # Compile for a layer's usual gradient now, before any capture.
         self._compiled(dtype, True, aligned)
 

@@ -101,9 +101,7 @@ class QuantizeRows:
         self._k, self._group = k, group
         fn, given = arguments(dtype, k, group, aligned)
         launch = Launch(fn, device=device, **given)
-        self._call = launch.call
-        # The interpreter wants the tensor.
-        self._address: Any = Tensor.data_ptr if launch.compiled is not None else lambda t: t
+        self._call, self._address = launch.call, launch.address
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The stored numbers ``[M, K]``, row-major, and the scales ``[M, 1]`` or ``[M,

@@ -106,7 +106,7 @@ from tmm_triton.hopper.tile_shapes import most_tiles, part_elements
 from tmm_triton.operands import Build, Typed, Zeros, parts
 from tmm_triton.output_ports import MOST, REDUCES, Ports
 from tmm_triton.partials import reduction
-from tmm_triton.ragged_tiles import kinds_of, rows_ragged
+from tmm_triton.ragged_tiles import kinds, rows_ragged
 from tmm_triton.triton_kernel import POINTERS, Built, missing_toolchain, without_gluon
 
 #: Gluon's names of the dtypes of operands, outputs, bias and residual.
@@ -245,10 +245,10 @@ class WarpSpecialized(Built[WarpSpecializedConfig]):
         problem = main_problem(problem, config)
         c = Constants.of(problem, config)
         rows, width = config.rows, config.BLOCK_N // config.subtiles
-        groups, kinds = problem.groups, kinds_of(problem)
+        groups, kind_of = problem.groups, kinds(c.RAGGED, c.BATCHED)
 
         def descriptor(name: str, rows: int, columns: int) -> tuple[str, Described]:
-            operand, kind = getattr(problem, name), kinds[name]
+            operand, kind = getattr(problem, name), kind_of[name]
             block = boxed(rows, columns, operand.layout != "row", kind)
             layout = gl.NVMMASharedLayout.get_default_for(block, _GLUON[operand.dtype])
             make = functools.partial(TensorDescriptor, layout=layout)
