@@ -30,8 +30,7 @@ def takes_layout(problem: Problem, multiple: int) -> bool:
     column-major matrix, whose K and N are multiples of that number."""
     return (
         problem.native
-        and problem.device.type == "cuda"
-        and not problem.device.cuda.startswith("hip")
+        and problem.device.nvidia
         and problem.batch == 1
         and problem.m > 0
         and problem.a.layout == "row"

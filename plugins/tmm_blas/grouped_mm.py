@@ -42,7 +42,7 @@ def reasons_against(problem: Problem) -> Iterable[str]:
     device = problem.device
     if device.type == "cpu":
         return
-    if device.type != "cuda" or device.cuda.startswith("hip"):
+    if not device.nvidia:
         yield "torch's grouped product is used only on NVIDIA GPUs and on CPUs"
     elif device.capability[0] not in (9, 10):
         yield "torch's grouped product reads offs on the host, except on Hopper and Blackwell"

@@ -39,13 +39,7 @@ from tmm_triton.mixed_input_device import mixed_input_kernel
 from tmm_triton.operands import Build, TileConfig, Typed, build, check, kind
 from tmm_triton.partials import MOST_WORKSPACE, reduction
 from tmm_triton.pdl import ways, with_early
-from tmm_triton.triton_kernel import (
-    FLOATS,
-    Built,
-    missing_toolchain,
-    unsteppable,
-    without_gluon,
-)
+from tmm_triton.triton_kernel import FLOATS, Built, missing_toolchain, unsteppable
 
 #: Rows of one ``wgmma``.
 _WGMMA = 64
@@ -413,9 +407,7 @@ class MixedInput(Built[MixedInputConfig]):
     )
 
     def declines(self, problem: Problem) -> Iterable[str]:
-        if not problem.device.interpreted:
-            yield from missing_toolchain()
-        yield from without_gluon(problem)
+        yield from missing_toolchain()
         yield from unsteppable(problem)
         if not problem.stored:
             yield "is for packed weights"

@@ -41,7 +41,7 @@ from tmm_triton import roofline
 from tmm_triton.blocks import finish
 from tmm_triton.operands import VECTOR, Build, TileConfig, build, check
 from tmm_triton.pdl import Overlapping, check_early, ways, with_early
-from tmm_triton.triton_kernel import POINTERS, TritonKernel, hopper_or_later, without_gluon
+from tmm_triton.triton_kernel import POINTERS, TritonKernel, hopper_or_later
 
 #: Columns of the widest tile of ``a`` transposed. On an H200 32 rows were no faster than with
 #: ``triton.split_k``: each warp reads all rows of ``a`` for its 16 columns of ``b``.
@@ -218,7 +218,6 @@ class Skinny(TritonKernel[SkinnyConfig]):
 
     def declines(self, problem: Problem) -> Iterable[str]:
         yield from super().declines(problem)
-        yield from without_gluon(problem)
         yield from against_rows(problem)
         if problem.k % (VECTOR // 2):
             yield f"K {problem.k} is not a multiple of {VECTOR // 2}"

@@ -45,7 +45,7 @@ from tmm_triton.blocks import add_residual, affine, finish, store
 from tmm_triton.operands import Build, TileConfig, build, check
 from tmm_triton.pdl import Overlapping, check_early, ways, with_early
 from tmm_triton.skinny import Skinny, against_rows
-from tmm_triton.triton_kernel import TritonKernel, hopper_or_later, without_gluon
+from tmm_triton.triton_kernel import TritonKernel, hopper_or_later
 
 #: Values along K in one step of a warp.
 STEP = 128
@@ -478,7 +478,6 @@ class Streaming(TritonKernel[StreamingConfig]):
 
     def declines(self, problem: Problem) -> Iterable[str]:
         yield from super().declines(problem)
-        yield from without_gluon(problem)
         yield from against_rows(problem)
         if not problem.stored:
             yield "is for packed weights"

@@ -117,7 +117,7 @@ class TritonKernel(Built[C]):
         yield from missing_toolchain()
         dtypes = problem.a.dtype, problem.b.dtype
         narrow = any(dtype.itemsize == 1 and dtype.is_floating_point for dtype in dtypes)
-        if narrow and (device.capability < (8, 9) or device.cuda.startswith("hip")):
+        if narrow and not (device.nvidia and device.capability >= (8, 9)):
             yield "8-bit floats need an NVIDIA GPU of compute capability 8.9"
 
     def estimate_us(self, problem: Problem, config: C) -> float:
@@ -248,11 +248,8 @@ _FMA: list[tuple[int, ...]] = [
 
 def hopper_or_later(problem: Problem) -> bool:
     """Whether the GPU has Hopper's features: ``wgmma`` (or its successor), bulk tensor copies,
-    programmatic dependent launch. AMD's capability numbers mean something else."""
-    device = problem.device
-    return (
-        device.type == "cuda" and device.capability >= (9, 0) and not device.cuda.startswith("hip")
-    )
+    programmatic dependent launch."""
+    return problem.device.nvidia and problem.device.capability >= (9, 0)
 
 
 def _fitting(problem: Problem, configs: Iterable[C]) -> list[C]:
@@ -280,12 +277,6 @@ def _with_fewer_stages(problem: Problem, config: C) -> C:
     while config.num_stages > 1 and config.shared_memory(problem) > problem.device.shared_memory:
         config = replace(config, num_stages=config.num_stages - 1)
     return config
-
-
-def without_gluon(problem: Problem) -> Iterable[str]:
-    """Why a Gluon kernel should not be tried here."""
-    if problem.device.interpreted:
-        yield "Triton's interpreter does not run Gluon"
 
 
 def missing_toolchain() -> tuple[str, ...]:

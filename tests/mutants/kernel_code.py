@@ -44,6 +44,14 @@ KERNELS = [
         (f"{WIDE}::test_few_products_of_many_rows_and_many_of_few",),
     ),
     Mutant(
+        "order-of-amd",
+        "tmm_triton/reduction_order.py",
+        "hopper = problem.device.nvidia",
+        'hopper = problem.device.type == "cuda"',
+        "an MI200 is taken to sum as a Hopper GPU",
+        ("tests/plugins/test_arithmetic.py::test_elsewhere_nothing_is_claimed",),
+    ),
+    Mutant(
         "gathered-alignment",
         "tmm_blas/grouped_mm.py",
         "multiply = _product(side_by_side)",

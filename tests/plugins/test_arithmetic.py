@@ -214,6 +214,8 @@ def test_elsewhere_nothing_is_claimed() -> None:
         problem(device=A100),
         problem(device=replace(H100, capability=(10, 0))),
         problem(device=replace(H100, type="cpu", interpreted=True)),
+        problem(device=replace(H100, cuda="hip-6.4")),  # an MI200's capability is 9.0 too
+        problem(device=replace(H100, capability=(9, 4), cuda="hip-6.4")),
         problem(a=Operand(torch.float32), b=Operand(torch.float32), tf32=True),
         problem(a=Operand(FP8), b=Operand(FP8, "col")),
     ):

@@ -46,6 +46,12 @@ class DeviceFingerprint:
         return self.capability[0] * 10 + self.capability[1]
 
     @property
+    def nvidia(self) -> bool:
+        """Whether it is a GPU by NVIDIA. Torch names the type of AMD's "cuda" too, with
+        capabilities that mean something else."""
+        return self.type == "cuda" and not self.cuda.startswith("hip")
+
+    @property
     def gpu(self) -> str:
         """The folder name of this GPU, e.g. ``nvidia-h200-sm90-132``."""
         from tmm_cache import slug  # not needed for importing tmm_core

@@ -138,7 +138,7 @@ def target_of(device: DeviceFingerprint) -> GPUTarget | None:
     architecture is unknown."""
     if device.type != "cuda" or device.interpreted:
         return None
-    if not device.cuda.startswith("hip"):
+    if device.nvidia:
         return GPUTarget("cuda", device.sm, 32)
     if not device.arch:
         return None

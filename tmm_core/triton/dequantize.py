@@ -192,7 +192,7 @@ def dequantizer(
     if problem.groups is not None and problem.along == "k":
         return None
     floats = operand.dtype.itemsize == 1 and operand.dtype.is_floating_point
-    if floats and (device.cuda.startswith("hip") or device.capability < (8, 9)):
+    if floats and not (device.nvidia and device.capability >= (8, 9)):
         return None
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         return None  # loading a kernel would end the capture

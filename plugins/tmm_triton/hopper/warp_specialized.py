@@ -107,7 +107,7 @@ from tmm_triton.operands import Build, Typed, Zeros, parts
 from tmm_triton.output_ports import MOST, REDUCES, Ports
 from tmm_triton.partials import reduction
 from tmm_triton.ragged_tiles import kinds, rows_ragged
-from tmm_triton.triton_kernel import POINTERS, Built, missing_toolchain, without_gluon
+from tmm_triton.triton_kernel import POINTERS, Built, missing_toolchain
 
 #: Gluon's names of the dtypes of operands, outputs, bias and residual.
 _GLUON = {
@@ -160,9 +160,7 @@ class WarpSpecialized(Built[WarpSpecializedConfig]):
 
     def declines(self, problem: Problem) -> Iterable[str]:
         yield from _outputs_declined(problem)
-        if not problem.device.interpreted:
-            yield from missing_toolchain()
-        yield from without_gluon(problem)
+        yield from missing_toolchain()
         if problem.native and (problem.a.layout, problem.b.layout) != ("row", "col"):
             yield "wgmma takes 8-bit operands along K only: a row-major, b column-major"
         for name, operand in (("a", problem.a), ("b", problem.b)):
