@@ -142,7 +142,8 @@ class Blas(Kernel[BlasConfig]):
         if config.halves:
             return _bind_halves(problem)
         if not problem.stored:
-            return bind_product(problem)
+            launcher = _bind_by(_operator(problem), problem)
+            return Bound(launcher, folded=functools.partial(_bind_folded, problem))
         if _takes_8_bit(problem):
             return _bind_scaled_mm(problem)
         if config.blocks:
@@ -178,17 +179,15 @@ class Blas(Kernel[BlasConfig]):
         return product + passes + LAUNCH_US * (1 + (steps > 0) + config.halves)
 
 
-def bind_product(problem: Problem) -> Bound:
-    """The whole expression by torch's own operators, with torch's roundings."""
-    launcher = _bind_by(torch.mm if problem.batch == 1 else torch.bmm, problem)
-    return Bound(launcher, folded=functools.partial(_bind_folded, problem))
+def _operator(problem: Problem) -> Callable[..., Tensor]:
+    return torch.mm if problem.batch == 1 else torch.bmm
 
 
 def _bind_by(
     mm: Callable[..., Tensor], problem: Problem, with_out: Launcher | None = None
 ) -> Launcher:
-    """The launcher of the whole expression whose product is ``mm``. ``with_out`` serves calls with
-    ``out``, which some products do not take."""
+    """The launcher of the whole expression whose product is ``mm``, by torch's own operators and
+    with its roundings. ``with_out`` serves calls with ``out``, which some products do not take."""
     out_dtype = problem.out.dtype
     same = out_dtype == problem.a.dtype
     whole = problem.scaled and not (out_dtype.is_floating_point or out_dtype.is_complex)
@@ -252,9 +251,9 @@ def _adds_bias(problem: Problem) -> bool:
 def _bind_folded(
     problem: Problem, fold: Any, a: Tensor, b: Tensor, residual: OptTensor, by_views: Launcher
 ) -> Launcher | None:
-    """Like :func:`bind_product`, if torch.matmul folds dimensions into the same matrices: it folds
-    in C++, 1.3 µs faster than views. None otherwise, and with a bias: F.linear, which takes b
-    transposed and 3-D rows, is not faster than views."""
+    """The launcher for N-D operands, if torch.matmul folds them into the same matrices: in C++,
+    1.3 µs faster than views. None otherwise, and with a bias: F.linear, which takes b transposed
+    and 3-D rows, is not faster than views."""
     if _adds_bias(problem) or problem.out.dtype != problem.a.dtype:
         return None
     if not _torch_folds(problem, a, b):
@@ -288,19 +287,13 @@ def whole_number(alpha: float, a: Tensor) -> int:
     return int(torch.addmm(a.new_zeros(1), one, one, alpha=alpha))
 
 
-def scaled(z: Tensor, alpha: float) -> Tensor:
-    """A product times alpha, in its own dtype."""
-    return z if alpha == 1.0 else z * alpha
-
-
 def finish(
     problem: Problem, z: Tensor, bias: OptTensor, residual: OptTensor, alpha: float, out: OptTensor
 ) -> Tensor:
     """The result for a product ``z``: alpha, bias, epilogue and residual, by torch's own operators
     and with its roundings."""
-    z = scaled(z, alpha)
-    z = problem.epilogue.expression(z, bias, residual)
-    return in_out_dtype(problem, z, out)
+    z = z if alpha == 1.0 else z * alpha
+    return in_out_dtype(problem, problem.epilogue.expression(z, bias, residual), out)
 
 
 def in_out_dtype(problem: Problem, y: Tensor, out: OptTensor) -> Tensor:
@@ -348,14 +341,13 @@ def _bind_outputs(problem: Problem) -> Launcher:
     return run
 
 
-def _wide(a: Tensor, b: Tensor, dtype: torch.dtype, mm: object) -> Tensor:
+def _wide(a: Tensor, b: Tensor, dtype: torch.dtype, mm: Callable[..., Tensor]) -> Tensor:
     """The product with another output dtype, at the accumulator's precision."""
-    function = torch.mm if mm is torch.mm else torch.bmm
     half = a.dtype == b.dtype and a.dtype in (torch.float16, torch.bfloat16)
     if a.is_cuda and dtype == torch.float32 and half:
-        return function(a, b, out_dtype=dtype)
+        return mm(a, b, out_dtype=dtype)
     wide = torch.promote_types(torch.promote_types(a.dtype, b.dtype), dtype)
-    return function(a.to(wide), b.to(wide))
+    return mm(a.to(wide), b.to(wide))
 
 
 def _takes_8_bit(problem: Problem) -> bool:
@@ -395,8 +387,7 @@ def _bind_values(problem: Problem) -> Launcher | None:
         for name, spec in (("a", problem.a), ("b", problem.b))
         if spec.form is not None
     }
-    mm = torch.mm if problem.batch == 1 else torch.bmm
-    multiply = _bind_by(mm, replace(problem, **changes))
+    multiply = _bind_by(_operator(problem), replace(problem, **changes))
 
     def run(a: Tensor, b: Tensor, *rest: Any, **parts: Any) -> Tensor:
         a = of_a(a, parts.get("a_scale"), parts.get("a_zero"))
@@ -410,7 +401,7 @@ def _bind_dequantized(problem: Problem) -> Launcher:
     """The product of the values, times the scales of rows."""
     if (direct := _bind_values(problem)) is not None:
         return direct
-    mm = torch.mm if problem.batch == 1 else torch.bmm
+    mm = _operator(problem)
     rows = [f"{name}_scale" for name in ("a", "b") if not getattr(problem, name).grid]
     of_a, of_b = bind_values(problem, "a"), bind_values(problem, "b")
 

@@ -47,17 +47,6 @@ def ragged_along(a: Tensor, b: Tensor) -> Ragged:
     return "n"
 
 
-def refuse_outputs(epilogue: Epilogue) -> None:
-    """Refuse an epilogue that has auxiliary outputs.
-
-    Raises:
-        ValueError: ``epilogue`` has outputs.
-    """
-    if epilogue.outputs:
-        names = ", ".join(port.name for port in epilogue.outputs)
-        raise ValueError(f"epilogue outputs ({names}) are of one product, not of groups")
-
-
 def check(call: GroupedArguments, epilogue: Epilogue) -> tuple[int, ...]:
     """Check the arguments of one grouped call against each other; returns the result's shape.
 
@@ -82,7 +71,9 @@ def check(call: GroupedArguments, epilogue: Epilogue) -> tuple[int, ...]:
     if along is not None and not pair.result.is_floating_point:
         raise RuntimeError(f"grouped_matmul(): {a.dtype} operands are not multiplied")
     width = b.shape[-1]
-    refuse_outputs(epilogue)
+    if epilogue.outputs:
+        names = ", ".join(port.name for port in epilogue.outputs)
+        raise ValueError(f"epilogue outputs ({names}) are of one product, not of groups")
     if epilogue.gated and along == "n":
         raise ValueError(f"gated epilogue {epilogue.name!r} pairs columns, which are ragged")
     terms = {"bias": bias, "residual": residual, "out_weights": out_weights}
@@ -106,7 +97,15 @@ def check(call: GroupedArguments, epilogue: Epilogue) -> tuple[int, ...]:
             raise ValueError(f"{name} must have shape ({m},), got {tuple(t.shape)}")
     if a_index is not None and m and not a.shape[0]:
         raise ValueError("a_index gathers rows of an a that has none")
-    check_grouped_parts(call, pair, along, count)
+
+    def numbers(t: Tensor, size: int) -> list[tuple[int, ...]]:
+        """The shapes that torch takes of one number for each row of a or column of b. Each group
+        has its own numbers, unless a row (column) belongs to one group only."""
+        if t.dim() == 3:
+            return [(count, size)]
+        return [(count * size,), (count, size)] if along == "k" else [(size,)]
+
+    check_parts(call, pair, a=numbers(a, a.shape[-2]), b=numbers(b, width))
     shape = (m, n) if along in ("m", "n") else (count, m, n)
     if bias is not None:
         if along == "n":
@@ -122,29 +121,6 @@ def check(call: GroupedArguments, epilogue: Epilogue) -> tuple[int, ...]:
             f"residual must have the result's shape {shape}, got {tuple(residual.shape)}"
         )
     return shape
-
-
-def check_grouped_parts(
-    call: GroupedArguments, pair: formats.Pair, along: Ragged | None, count: int
-) -> None:
-    """Check the shapes of scales and zero points. One number per row of a and column of b has the
-    shapes that torch takes: each group has its own numbers, unless a row (column) belongs to one
-    group only. If K is ragged, torch takes flat shapes.
-
-    Args:
-        along: None: a batch.
-
-    Raises:
-        RuntimeError, ValueError: As :func:`tmm_core.launch.check.check_parts`.
-    """
-
-    def shapes(t: Tensor, size: int) -> list[tuple[int, ...]]:
-        if t.dim() == 3:
-            return [(count, size)]
-        return [(count * size,), (count, size)] if along == "k" else [(size,)]
-
-    a, b = call.a, call.b
-    check_parts(call, pair, a=shapes(a, a.shape[-2]), b=shapes(b, b.shape[-1]))
 
 
 def _refuse_split_blocks(pair: formats.Pair, along: Ragged | None) -> None:
