@@ -1,0 +1,43 @@
+"""Random calls of random kernels in random configs, in Triton's interpreter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from random_calls import Draw, fault_of, kernel_of, problem_of
+
+import tmm_core
+from tmm_core.spec.device import interpreting
+
+pytestmark = pytest.mark.skipif(not interpreting(), reason="Triton is not interpreting")
+
+
+def verify(draw: Draw, monkeypatch: Any) -> None:
+    """One call by an unverified kernel, which must be right without verification's help."""
+    call = draw.call()
+    kernel, config = kernel_of(problem_of(call.make, monkeypatch), draw.random)
+    with tmm_core.override(kernel=kernel.name, config=config.to_json(), verify=False):
+        fault = fault_of(call, call.make())
+    assert fault is None, f"{call.text}, {kernel} {config}: {fault}"
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_calls_are_right(seed: int, monkeypatch: Any) -> None:
+    draw = Draw(seed, "cpu", small=True)
+    for _ in range(2):
+        verify(draw, monkeypatch)
+
+
+@pytest.mark.parametrize("wrong", [0.05, float("nan")])
+def test_a_wrong_element_is_found(wrong: float) -> None:
+    draw = Draw(1, "cpu", small=True)
+    call = draw.call()
+    right = call.expected.nan_to_num(0.0).to(torch.float32)
+    assert fault_of(call, right) is None
+    at = tuple(call.expected.isfinite().nonzero()[-1].tolist())
+    right[at] += wrong * (1 + float(call.expected.abs().nan_to_num(0.0).max())) + float(
+        call.slack[at]
+    )
+    assert "1 of" in str(fault_of(call, right))
