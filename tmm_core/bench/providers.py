@@ -61,7 +61,7 @@ def _on(calls: Sequence[Call], function: Expression) -> Run:
 def expression(call: Call) -> Expression:
     """The eager code of a call as a function of its tensors."""
     # Looked up here, so that the function is pure torch code, which dynamo can trace.
-    first, *rest = call.epilogue.stages or (call.epilogue,)
+    first, *rest = call.epilogue.chain
     # With alternate columns there is one product, as in a model's code.
     halved, out_dtype = first.gated and not first.interleaved, call.out_dtype
     products = _products(call, halved)

@@ -93,6 +93,6 @@ def _serves(epilogue: Epilogue, width: int, dtype: torch.dtype, device: torch.de
             stage.device is not None
             and stage.device_derivative is not None
             and (stage.derivative is not None or stage.output_vjp is not None)
-            for stage in epilogue.stages or (epilogue,)
+            for stage in epilogue.chain
         )
     )

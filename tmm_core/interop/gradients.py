@@ -294,6 +294,6 @@ def followed(z: Tensor, rest: Epilogue, eager: bool) -> Tensor:
     found = kernels(rest, z.shape[-1], z.dtype, z) if eager else None
     if found is not None:
         return follow(z, rest, found)  # type: ignore[no-any-return]
-    for stage in rest.stages or (rest,):
+    for stage in rest.chain:
         z = autograd_state.apply_stage(stage, z)
     return z

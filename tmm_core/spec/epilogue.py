@@ -165,7 +165,7 @@ class Epilogue:
     def lasting(self) -> bool:
         """Whether other processes can have the same key. Each function then is None, a function of
         torch's, or a function without a closure in a module with files."""
-        return all(stage._lasting_texts is not None for stage in self.stages or (self,))
+        return all(stage._lasting_texts is not None for stage in self.chain)
 
     @cached_property
     def _lasting_texts(self) -> list[str] | None:
@@ -214,7 +214,7 @@ class Epilogue:
     def _frozen(self) -> tuple[Epilogue, list[tuple[Any, Any]]]:
         """A copy of this epilogue with its present closure variables, and these variables. Plans
         outlive calls, and equal epilogues share plans."""
-        stages = self.stages or (self,)
+        stages = self.chain
         cells = [cell for stage in stages for each in stage._functions for cell in cells_of(each)]
         if not cells:
             return self, cells
@@ -243,26 +243,31 @@ class Epilogue:
     interned._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
     @property
+    def chain(self) -> tuple[Epilogue, ...]:
+        """The stages; an epilogue without stages is its own only one."""
+        return self.stages or (self,)
+
+    @property
     def is_identity(self) -> bool:
         return self.key == "identity"
 
     @property
     def fusable(self) -> bool:
         """Whether every stage has a device function."""
-        return all(stage.device is not None for stage in self.stages or (self,))
+        return all(stage.device is not None for stage in self.chain)
 
     @cached_property
     def bare(self) -> Epilogue:
         """The same without outputs."""
         bare: dict[str, Any] = {"outputs": (), "outputs_of": None}
-        first, *rest = (replace(stage, **bare) for stage in self.stages or (self,))
+        first, *rest = (replace(stage, **bare) for stage in self.chain)
         return functools.reduce(Epilogue.then, rest, first)
 
     @cached_property
     def parts(self) -> tuple[Epilogue, Epilogue | None]:
         """The first stage, if a differentiated product can fuse it because its output determines
         its derivative, else the identity; and the rest of the chain."""
-        first, *rest = self.stages or (self,)
+        first, *rest = self.chain
         if first.output_vjp is None:
             return IDENTITY, self
         return first, functools.reduce(Epilogue.then, rest) if rest else None
@@ -270,7 +275,7 @@ class Epilogue:
     def vjp(self, grad: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
         """Return ``grad`` times the derivative at the product ``z``, by torch's operators. Every
         stage needs ``derivative`` or ``output_vjp``."""
-        stages = self.stages or (self,)
+        stages = self.chain
         inputs = [z]
         for stage in stages[:-1]:
             inputs.append(stage.apply(inputs[-1]))
@@ -323,7 +328,7 @@ class Epilogue:
             return after
         if after.gated:
             raise ValueError(f"gated epilogue {after.name!r} can only come first in a chain")
-        stages = (self.stages or (self,)) + (after.stages or (after,))
+        stages = self.chain + after.chain
         first = stages[0]
         return Epilogue(
             name="+".join(stage.name for stage in stages),
@@ -360,7 +365,7 @@ class Epilogue:
     @of_the_call
     def apply_to(self, *inputs: torch.Tensor) -> torch.Tensor:
         """Apply the reference to its :meth:`inputs`."""
-        first, *others = self.stages or (self,)
+        first, *others = self.chain
         y = first.reference(*inputs, *first.parameters)
         for stage in others:
             y = stage.reference(y, *stage.parameters)
@@ -385,7 +390,7 @@ class Epilogue:
         """The auxiliary outputs of the result ``y``, by their references, without gradients."""
         y = y.detach()
         found: list[torch.Tensor] = []
-        for stage in self.stages or (self,):
+        for stage in self.chain:
             if stage.outputs_of is not None and y.dtype in DTYPES:
                 found += stage.outputs_of(y)
             else:

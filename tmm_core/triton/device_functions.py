@@ -35,7 +35,7 @@ def device_function(epilogue: Epilogue) -> Any:
     Raises:
         ValueError: A stage has no device function (``epilogue.fusable`` is False).
     """
-    stages = epilogue.stages or (epilogue,)
+    stages = epilogue.chain
     names = {f"stage{i}": _baked(stage.device, stage) for i, stage in enumerate(stages)}
     if len(stages) == 1:
         return names["stage0"]
@@ -55,7 +55,7 @@ def device_derivative(epilogue: Epilogue) -> Any:
     Raises:
         ValueError: A stage lacks a device function or its derivative.
     """
-    stages = epilogue.stages or (epilogue,)
+    stages = epilogue.chain
     names = {f"slope{i}": _baked(stage.device_derivative, stage) for i, stage in enumerate(stages)}
     if len(stages) == 1:
         return names["slope0"]

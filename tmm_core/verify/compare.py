@@ -253,7 +253,7 @@ def _bound(problem: Problem, piece: Piece) -> torch.Tensor:
     # Product, multiple by alpha, sum with a bias and result are each off by half the least number.
     error += least * (abs(piece.alpha) + 3) / 2
     values, errors = epilogue.inputs(z), epilogue.inputs(error)
-    stages = () if epilogue.is_identity else epilogue.stages or (epilogue,)
+    stages = () if epilogue.is_identity else epilogue.chain
     # Torch's operators turn a number beyond the range into Inf, and go on with it.
     further = problem.residual is not None or isinstance(piece.weights, torch.Tensor)
     for number, stage in enumerate(stages, 1):
