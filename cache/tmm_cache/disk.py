@@ -11,16 +11,21 @@ import contextlib
 import os
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 from tmm_base import UsageError
 from tmm_base.guards import suppress
 
 from tmm_cache.paths import ENVIRONMENT, LOCK_SUFFIX, temporary_name
 
+T = TypeVar("T")
+
 FOLDER_MODE = 0o700
 FILE_MODE = 0o600
+#: How often a folder is made anew that another process removes.
+_ATTEMPTS = 3
 #: Minimum interval between two updates of a file's last use.
 TOUCH_SECONDS = 86400.0
 
@@ -117,6 +122,16 @@ def make_folder(folder: Path) -> None:
         if folder.parent != folder:
             make_folder(folder.parent)
         folder.mkdir(FOLDER_MODE, exist_ok=True)
+
+
+def repeated(use: Callable[[], T]) -> T:
+    """Call `use`, which makes a folder and a file in it; again if another process's `clear` removed
+    the empty folder between the two. Raises OSError of the last attempt."""
+    for _ in range(_ATTEMPTS - 1):
+        # mkdir raises FileExistsError if the folder is gone when it looks what exists.
+        with suppress(FileNotFoundError, FileExistsError):
+            return use()
+    return use()
 
 
 def write_atomically(path: Path, data: bytes, mode: int = FILE_MODE) -> None:

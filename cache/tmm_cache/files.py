@@ -23,6 +23,7 @@ from tmm_cache.disk import (
     make_folder,
     opened,
     read_all,
+    repeated,
     require_regular,
     write_atomically,
 )
@@ -199,12 +200,7 @@ def write_record(path: Path, data: bytes, environment: Document) -> None:
         write_environment(path.parent, environment)
         write_atomically(path, data)
 
-    try:
-        write()
-    except FileNotFoundError as error:
-        reraise(error)
-        # Another process's `clear` removed the empty folder between two steps.
-        write()
+    repeated(write)
 
 
 def write_environment(folder: Path, environment: Document) -> None:

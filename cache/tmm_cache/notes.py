@@ -17,7 +17,7 @@ from typing import Final
 
 from tmm_base.guards import reraise, suppress
 
-from tmm_cache.disk import append_line, closing, make_folder, open_regular, read_all
+from tmm_cache.disk import append_line, closing, make_folder, open_regular, read_all, repeated
 from tmm_cache.fields import parse
 from tmm_cache.keys import JSON, canonical
 from tmm_cache.ownership import foreign, foreign_file, is_shared
@@ -68,8 +68,12 @@ class Notes:
         if self.foreign is not None or foreign(self._root) is not None:
             return
         line = canonical([about, value]).encode("ascii")
-        make_folder(self.path.parent)
-        if not append_line(self.path, line, MAX_BYTES):
+
+        def append() -> bool:
+            make_folder(self.path.parent)
+            return append_line(self.path, line, MAX_BYTES)
+
+        if not repeated(append):
             raise OSError("it is full")
 
     def _read(self) -> None:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tmm_cache.store
 from cache_builders import (
     ENVIRONMENT,
     GPU,
     problem,
     record,
 )
-from tmm_cache import CacheStore, Notes, digest
+from tmm_cache import CacheStore, Notes, digest, disk, files, locks, notes
 from tmm_cache.cli import main
 
 Captured = pytest.CaptureFixture[str]
@@ -168,3 +171,61 @@ def test_clear_removes_damaged_and_left_over_files(filled: CacheStore, capsys: C
     assert sorted(path.name for path in folder.iterdir()) == sorted(
         [young.name, foreign.name, odd.name, "environment.json"]
     )
+
+
+@pytest.mark.parametrize("times", [1, 2])
+@pytest.mark.parametrize("operation", ["save", "lock", "miss", "verified"])
+def test_a_folder_that_a_clear_removes_is_made_again(
+    operation: str, times: int, store: CacheStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A `clear` may remove an empty folder between an operation's mkdir and its file. Nothing is
+    lost, and nothing is warned of."""
+    cleared: list[Path] = []
+
+    def make_folder(folder: Path) -> None:
+        disk.make_folder(folder)
+        if len(cleared) < times:
+            disk.remove_if_empty(folder, store.root)
+            cleared.append(folder)
+
+    def acquire(path: Path, timeout: float) -> Any:
+        if len(cleared) < times:  # filelock makes the folder itself, and then opens the file
+            cleared.append(path)
+            raise FileNotFoundError(errno.ENOENT, "No such file or directory")
+        return locks.acquire(path, timeout)
+
+    for module in (files, notes):
+        monkeypatch.setattr(module, "make_folder", make_folder)
+    monkeypatch.setattr(tmm_cache.store, "acquire", acquire)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        if operation == "save":
+            assert store.save(GPU, ENVIRONMENT, record(problem(m=1))) is not None
+        elif operation == "lock":
+            with store.lock(GPU, ENVIRONMENT, problem(m=1), timeout=0) as held:
+                another = CacheStore(store.root)
+                with another.lock(GPU, ENVIRONMENT, problem(m=1), timeout=0) as again:
+                    assert (held, again) == (True, False)
+        elif operation == "miss":
+            store.log_miss(GPU, ENVIRONMENT, problem(m=1))
+            assert len(CacheStore(store.root).misses()) == 1
+        else:
+            store.mark_verified(GPU, ENVIRONMENT, "key")
+            assert CacheStore(store.root).is_verified(GPU, ENVIRONMENT, "key")
+    assert len(cleared) == times
+
+
+@pytest.mark.parametrize(
+    ("fault", "attempts"),
+    [(FileNotFoundError, 3), (FileExistsError, 3), (PermissionError, 1), (ValueError, 1)],
+)
+def test_only_a_missing_folder_is_made_again(fault: type[Exception], attempts: int) -> None:
+    seen = []
+
+    def use() -> None:
+        seen.append(0)
+        raise fault
+
+    with pytest.raises(fault):
+        disk.repeated(use)
+    assert len(seen) == attempts

@@ -13,6 +13,7 @@ BOUNDARIES = "tests/cache/test_cache_boundaries.py"
 TRANSPORT = "tests/cache/test_cache_transport.py"
 MESSAGES = "tests/cache/test_cache_messages.py"
 CONSOLE = "tests/cache/test_cache_console.py"
+REMOVAL = "tests/cache/test_cache_removal.py"
 CLI = "tests/core/test_cli.py"
 
 CACHE = [
@@ -81,4 +82,8 @@ CACHE = [
            "        pass\n    for layer", "doctor does not tell of records that others can write", (CLI,)),
     Mutant("cache-front", "tmm_base/tmm.py", 'in (*COMMANDS, "--"):', 'in (*COMMANDS, "--", "--version"):',
            "tmm --version imports torch", (MESSAGES,)),
+    Mutant("cache-cleared-folder", "tmm_cache/disk.py", "with suppress(FileNotFoundError, FileExistsError):",
+           "with suppress(FileExistsError):", "a `clear` at the same time costs a miss or a lock, with a warning", (REMOVAL,)),
+    Mutant("cache-cleared-lock", "tmm_cache/store.py", "lock = repeated(acquired)", "lock = acquired()",
+           "a `clear` at the same time costs a lock, with a warning", (REMOVAL,)),
 ]  # fmt: skip
