@@ -128,8 +128,8 @@ Typed = dict[str, tuple[str, Value]]
 
 @dataclass(frozen=True)
 class Build:
-    """One Triton compilation and its launch, which :meth:`TritonKernel.bind` makes, and which tests
-    can compile for an absent GPU."""
+    """One Triton compilation and its launch, which :meth:`Built.bind` makes, and which tests can
+    compile for an absent GPU."""
 
     fn: Any
     #: Types of the run-time arguments, in the order of ``fn``'s signature.

@@ -169,9 +169,7 @@ class Ports:
             "row": (self.columns, self.problem.m),
             "col": (self.rows, self.problem.n),
             "scalar": (self.rows * self.columns, 1),
-            "tile": (0, 0),
-            "group": (0, 0),
-        }[port.kind]
+        }.get(port.kind, (0, 0))  # tiles and groups are stored whole
 
     def _places(self) -> list[int]:
         """The offset of each output's parts in the workspace, and the end of the last."""

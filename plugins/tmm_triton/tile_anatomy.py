@@ -22,12 +22,7 @@ _THREADS, _BLOCKS, _RESERVED = 2048, 32, 1024
 
 
 def of_tiles(
-    problem: Problem,
-    config: TileConfig,
-    *,
-    reach: float,
-    splits: int,
-    at_once: int = 0,
+    problem: Problem, config: TileConfig, *, reach: float, splits: int, at_once: int = 0
 ) -> Anatomy:
     """The anatomy of a kernel with one tile per program.
 

@@ -15,6 +15,8 @@ import torch
 from tmm_core.spec.arguments import PARTS
 from tmm_core.spec.launcher import Bound, Launcher
 
+Tensor = torch.Tensor
+
 
 class Fold(NamedTuple):
     """Converts operands of fixed shapes to 2-D or 3-D, and the result back to N-D."""
@@ -26,13 +28,7 @@ class Fold(NamedTuple):
     shape: torch.Size
 
     @classmethod
-    def of(
-        cls,
-        a: torch.Tensor,
-        b: torch.Tensor,
-        residual: torch.Tensor | None,
-        shape: torch.Size,
-    ) -> Fold | None:
+    def of(cls, a: Tensor, b: Tensor, residual: Tensor | None, shape: torch.Size) -> Fold | None:
         """Return the fold of a product of output ``shape``; None if operands are 2-D and a residual
         needs no broadcasting."""
         if a.dim() == 2 and b.dim() == 2 and (residual is None or residual.shape == shape):
@@ -47,52 +43,50 @@ class Fold(NamedTuple):
 
     # Each of these methods converts the N-D tensor of its name for kernels.
 
-    def a(self, t: torch.Tensor) -> torch.Tensor:
+    def a(self, t: Tensor) -> Tensor:
         if self.batch is None:
             return t.reshape(self.flat[0], t.shape[-1])
         return self._stack(t if t.dim() > 1 else t[None])
 
-    def b(self, t: torch.Tensor) -> torch.Tensor:
+    def b(self, t: Tensor) -> Tensor:
         if self.batch is None:
             return t if t.dim() == 2 else t[:, None]
         return self._stack(t)
 
-    def _stack(self, t: torch.Tensor) -> torch.Tensor:
+    def _stack(self, t: Tensor) -> Tensor:
         assert self.batch is not None
         matrix = tuple(t.shape[-2:])
         lead = self.flat[:-2]
         return t.expand(*self.batch, *matrix).reshape(*lead, *matrix)
 
-    def residual(self, t: torch.Tensor | None) -> torch.Tensor | None:
+    def residual(self, t: Tensor | None) -> Tensor | None:
         return None if t is None else t.expand(self.shape).reshape(self.flat)
 
-    def _of_a(self, t: torch.Tensor) -> torch.Tensor:
+    def _of_a(self, t: Tensor) -> Tensor:
         """Convert scales or zero points of a. One number is not changed; a grid is not copied."""
         if self.batch is None:
             return t.reshape(math.prod(t.shape[:-1]), t.shape[-1]) if t.dim() else t
         return self._parts(t[None] if t.dim() == 1 else t, -1)
 
-    def _of_b(self, t: torch.Tensor) -> torch.Tensor:
+    def _of_b(self, t: Tensor) -> Tensor:
         if self.batch is None:
             return t[:, None] if t.dim() == 1 else t
         return self._parts(t, -2)
 
-    def _parts(self, t: torch.Tensor, along_k: int) -> torch.Tensor:
+    def _parts(self, t: Tensor, along_k: int) -> Tensor:
         if t.numel() == 1:
             return t.reshape((1,) * min(t.dim(), len(self.flat)))
         stacked = self._stack(t)
         return stacked if t.shape[along_k] > 1 else stacked.contiguous()
 
-    def out(self, t: torch.Tensor) -> torch.Tensor:
+    def out(self, t: Tensor) -> Tensor:
         return t.view(self.flat)
 
     @staticmethod
     def outputs(allocated: Any) -> Any:
         return allocated  # already in the shapes for kernels
 
-    def in_place(
-        self, a: torch.Tensor, b: torch.Tensor, residual: torch.Tensor | None
-    ) -> dict[str, torch.Tensor] | None:
+    def in_place(self, a: Tensor, b: Tensor, residual: Tensor | None) -> dict[str, Tensor] | None:
         """Return the operands for kernels, by name, if all of them are views; None if an operand
         has to be copied or is empty."""
         given = {"a": a, "b": b} | ({} if residual is None else {"residual": residual})
@@ -102,20 +96,14 @@ class Fold(NamedTuple):
         )
         return flat if are_views else None
 
-    def flattened(self, name: str) -> Callable[[torch.Tensor], Any]:
+    def flattened(self, name: str) -> Callable[[Tensor], Any]:
         """Return the function that converts the N-D tensor of this name for kernels."""
         operand = {role.keyword: role.of for role in PARTS}.get(name)
-        function: Callable[[torch.Tensor], Any] = getattr(
-            self, f"_of_{operand}" if operand else name
-        )
+        function: Callable[[Tensor], Any] = getattr(self, f"_of_{operand}" if operand else name)
         return function
 
     def wrap(
-        self,
-        launcher: Launcher | Bound,
-        a: torch.Tensor,
-        b: torch.Tensor,
-        residual: torch.Tensor | None,
+        self, launcher: Launcher | Bound, a: Tensor, b: Tensor, residual: Tensor | None
     ) -> Launcher | Bound:
         """Return a launcher that takes and returns N-D tensors with exactly these strides."""
         bound = Bound.of(launcher)
@@ -124,14 +112,14 @@ class Fold(NamedTuple):
         only_rows = b.dim() == 2 and residual is None and len(shape) > 1
 
         def by_views(
-            a: torch.Tensor,
-            b: torch.Tensor,
-            bias: torch.Tensor | None,
-            residual: torch.Tensor | None,
+            a: Tensor,
+            b: Tensor,
+            bias: Tensor | None,
+            residual: Tensor | None,
             alpha: float,
-            out: torch.Tensor | None,
-            **extras: torch.Tensor | None,
-        ) -> torch.Tensor:
+            out: Tensor | None,
+            **extras: Tensor | None,
+        ) -> Tensor:
             if only_rows and out is None and not extras:
                 # A layer's call needs only two views: half the time of the general path below.
                 return call(a.flatten(0, -2), b, bias, None, alpha, None).view(*shape)  # type: ignore[no-any-return]

@@ -149,10 +149,7 @@ class Plan(_Callable):
         return self
 
     def _reading(
-        self,
-        run: Callable[..., Tensor],
-        made_of: Arguments,
-        read: Callable[[Arguments], Arguments],
+        self, run: Callable[..., Tensor], made_of: Arguments, read: Callable[[Arguments], Arguments]
     ) -> Callable[..., Tensor]:
         """``run``, for operands that may be quantised tensors."""
 
@@ -274,13 +271,7 @@ class Plan(_Callable):
 
 
 #: Names of the fields of an output in messages.
-_OUT_FIELDS = (
-    "shape",
-    "contiguity",
-    "offset from 16 bytes",
-    "dtype",
-    "device",
-)
+_OUT_FIELDS = ("shape", "contiguity", "offset from 16 bytes", "dtype", "device")
 
 
 def _shown(value: Any) -> str:

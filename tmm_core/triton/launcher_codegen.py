@@ -17,6 +17,8 @@ from tmm_core.spec.launcher import Bound, Launcher
 from tmm_core.spec.operand import grouped_strides
 from tmm_core.triton.launch import Grid, Launch, TensorMaps
 
+Tensor = torch.Tensor
+
 
 @dataclass(frozen=True)
 class Described:
@@ -28,7 +30,7 @@ class Described:
     """
 
     tensor: str
-    describe: Callable[[torch.Tensor], Any]
+    describe: Callable[[Tensor], Any]
 
 
 #: The value of a run-time argument. One of: a number fixed by the problem; ``"alpha"``; a tensor's
@@ -118,11 +120,7 @@ def launcher(
         return run, Body(on_device, tuple(lines), namespace) if compiled else None
 
     def folded(
-        fold: Fold,
-        a: torch.Tensor,
-        b: torch.Tensor,
-        residual: torch.Tensor | None,
-        by_views: Launcher,
+        fold: Fold, a: Tensor, b: Tensor, residual: Tensor | None, by_views: Launcher
     ) -> Bound | None:
         """The launcher for N-D tensors without views: kernels use only a tensor's address, which a
         view shares, and strides, which are known. A view is made only to build a descriptor, which

@@ -38,16 +38,9 @@ def _tile(M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def _forward(
-    z_ptr,
-    y_ptr,
-    M,
-    N,
-    ldz,
-    EPILOGUE: tl.constexpr,
-    GATED: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    z_ptr, y_ptr, M, N, ldz,
+    EPILOGUE: tl.constexpr, GATED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     rows, cols, inside = _tile(M, N, BLOCK_M, BLOCK_N)
     z_ptrs = z_ptr + rows.to(tl.int64) * ldz + cols
     z = tl.load(z_ptrs, inside, other=0.0).to(tl.float32)
@@ -62,19 +55,9 @@ def _forward(
 
 @triton.jit
 def _backward(
-    grad_ptr,
-    z_ptr,
-    dz_ptr,
-    M,
-    N,
-    ldz,
-    grad_row,
-    grad_col,
-    SLOPE: tl.constexpr,
-    GATED: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    grad_ptr, z_ptr, dz_ptr, M, N, ldz, grad_row, grad_col,
+    SLOPE: tl.constexpr, GATED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     rows, cols, inside = _tile(M, N, BLOCK_M, BLOCK_N)
     places = rows.to(tl.int64) * ldz + cols
     grad_ptrs = grad_ptr + rows.to(tl.int64) * grad_row + cols * grad_col
