@@ -350,6 +350,12 @@ class Round:
         times = 1 if problem.epilogue.is_identity else 2
         return times * problem.k * _TRUNCATED * random_inputs.CANCELLED
 
+    def refer(self) -> object:
+        """Compute what results are compared with, and return it: as long a step as a launch."""
+        if self.plan.nonfinite:
+            return self._kinds
+        return None if self.plan.infinite else self.expected
+
     @functools.cached_property
     def expected(self) -> Expected:
         """The reference."""

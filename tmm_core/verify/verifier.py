@@ -164,6 +164,7 @@ class _Checks(WaysOfUse):
                 yield from self.rounds(1)
             return
         yield from self._repeated(repeats)
+        yield ()
         self._given_outputs(len(sets))
         if not self._baseline:
             yield from self._nonfinite()
@@ -226,14 +227,16 @@ class _Checks(WaysOfUse):
             raise WrongError("it wrote outside the out it was given")
 
     def _nonfinite(self) -> Steps[None]:
+        yield ()
         of = self._data.sets()[-1]
         finite = of.expected.is_finite(self._data.problem.out.dtype)
         for values in self._data.nonfinite():
-            yield ()
             for form in self.every_form():
+                yield ()
                 usual = form._launch(of, repeated=True) if self._deterministic else None
                 with planted(values.changes):
                     result = form._launch(of, nonfinite=True)
                 if (fault := values.fault(result, finite, usual)) is not None:
                     raise WrongError(fault + form.called)
                 del usual, result
+            yield ()

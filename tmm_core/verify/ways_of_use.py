@@ -112,6 +112,8 @@ class WaysOfUse(CheckedLauncher):
         with restoring(self._data):
             for plan in plans:
                 each = Round(self._data, plan)
+                yield ()
+                each.refer()
                 forms = self.every_form()
                 for form in forms[:1] if plan.of_values else forms:
                     yield ()
