@@ -8,7 +8,7 @@ else is a run-time argument, above all M, because a server sees thousands of its
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -223,25 +223,11 @@ def parts(problem: Problem) -> Typed:
     }
 
 
-def _operands(problem: Problem) -> Iterator[tuple[str, Operand, tuple[str, str], tuple[int, int]]]:
-    """Each operand's name, class, names of its two dimensions and their extents."""
-    m, n, k = problem.m, problem.n, problem.k
-    yield "a", problem.a, ("m", "k"), (m, k)
-    yield "b", problem.b, ("k", "n"), (k // problem.b.pack, 2 * n if problem.gated else n)
-    yield "out", problem.out, ("m", "n"), (m, n)
-    if problem.residual is not None:
-        yield "residual", problem.residual, ("m", "n"), (m, n)
-
-
 def _convention(problem: Problem) -> tuple[Typed, dict[str, Any], dict[str, int]]:
     """Types and values, constants, and divisibility of the shared arguments. Strides are read in
     every call: the problem fixes only their class."""
     groups = problem.groups
-    given: Typed = {
-        "M": ("i32", problem.m),
-        "N": ("i32", problem.n),
-        "K": ("i32", problem.k),
-    }
+    given: Typed = {"M": ("i32", problem.m), "N": ("i32", problem.n), "K": ("i32", problem.k)}
     constants: dict[str, Any] = {
         "EPILOGUE": device_function(problem.epilogue),
         "STEP": step_function(problem, plain_step),
@@ -251,16 +237,20 @@ def _convention(problem: Problem) -> tuple[Typed, dict[str, Any], dict[str, int]
     }
     divisible: dict[str, int] = {}
     vector = VECTOR // min(problem.a.dtype.itemsize, problem.b.dtype.itemsize)
-    for tensor, operand, dims, extents in _operands(problem):
-        letter, stacked = tensor[0], len(problem.shape(tensor)) > 2
+    for tensor, dims in (("a", "mk"), ("b", "kn"), ("out", "mn"), ("residual", "mn")):
+        operand: Operand | None = getattr(problem, tensor)
+        if operand is None:
+            continue
+        *stack, rows, columns = problem.shape(tensor)
+        stacked = len(stack)
         given[f"{tensor}_ptr"] = pointer(operand.dtype), tensor
         contiguous = {"row": 1, "col": 0, "strided": None}[operand.layout]
         step = VECTOR // operand.dtype.itemsize
-        for i, dim in enumerate(dims):
-            name = f"stride_{letter}{dim}"
+        for i, (dim, extent) in enumerate(zip(dims, (rows, columns), strict=True)):
+            name = f"stride_{tensor[0]}{dim}"
             if i == contiguous:
                 constants[name] = 1
-            elif extents[i] <= 1 and (i or tensor != "a" or not (groups and groups.a_index)):
+            elif extent <= 1 and (i or tensor != "a" or not (groups and groups.a_index)):
                 # A single row's stride is arbitrary and may not fit its type. Gathered rows may be
                 # any number.
                 constants[name] = 0
@@ -268,7 +258,7 @@ def _convention(problem: Problem) -> tuple[Typed, dict[str, Any], dict[str, int]
                 given[name] = "i64" if operand.wide else "i32", (tensor, i + stacked)
                 if operand.aligned:
                     divisible[name] = step
-        batch = f"stride_{letter}z"
+        batch = f"stride_{tensor[0]}z"
         if stacked:
             given[batch] = "i64", (tensor, 0)
         else:

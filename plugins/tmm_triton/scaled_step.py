@@ -88,26 +88,23 @@ def arguments(problem: Problem) -> tuple[dict[str, Any], dict[str, Any]]:
     """The run-time arguments and the constants of steps."""
     typed: dict[str, Any] = {}
     constants: dict[str, Any] = {"PACK": problem.b.pack}
-    for name, dims in (("a", ("m", "k")), ("b", ("k", "n"))):
+
+    def strides(prefix: str, tensor: str, stacked: bool, dims: str) -> dict[str, Any]:
+        along = {f"{prefix}{dim}": ("i64", (tensor, i + stacked)) for i, dim in enumerate(dims)}
+        return {**along, f"{prefix}z": ("i64", (tensor, 0) if stacked else 0)}
+
+    for name, dims in (("a", "mk"), ("b", "kn")):
         spec: Operand = getattr(problem, name)
-        stacked = len(problem.shape(name)) > 2
         if spec.grid:
-            prefix = f"stride_{name}s"
-            typed |= {
-                f"{prefix}{dim}": ("i64", (f"{name}_scale", place + stacked))
-                for place, dim in enumerate(dims)
-            }
-            typed[f"{prefix}z"] = ("i64", (f"{name}_scale", 0)) if stacked else ("i64", 0)
-            of = name.upper()
+            stacked, of = len(problem.shape(name)) > 2, name.upper()
+            typed |= strides(f"stride_{name}s", f"{name}_scale", stacked, dims)
             constants |= {f"{of}_OUTER": spec.block[0], f"{of}_GROUP": spec.block[1]}
     if problem.b.zero is not None:
         spec, stacked = problem.b, len(problem.b_shape) > 2
         typed["b_zero_ptr"] = pointer(problem.b.zero), "b_zero"
         constants |= {"ZERO_OUTER": max(1, spec.block[0]), "ZERO_GROUP": spec.block[1] or _WHOLE}
         if spec.grid:
-            typed["stride_0k"] = "i64", ("b_zero", 0 + stacked)
-            typed["stride_0n"] = "i64", ("b_zero", 1 + stacked)
-            typed["stride_0z"] = ("i64", ("b_zero", 0)) if stacked else ("i64", 0)
+            typed |= strides("stride_0", "b_zero", stacked, "kn")
         else:  # packed
             row = spec.block[0] == 1
             constants |= {"stride_0k": 0, "stride_0n": int(row)}
