@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import builtins
 import decimal
 import gc
+import io
 import locale
 import logging
 import os
+import signal
 import sys
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from fakes import FakeConfig
 from lying import F16, Lie, by_groups, form_lie, group_lie, half, lying_if, spoiled, state_lie
+from torch.backends import mha, nnpack, opt_einsum
+from torch.nn.modules.module import register_module_forward_hook
 
 from tmm_core import Groups, Problem
 
@@ -164,6 +171,17 @@ def _replace_linear() -> None:
     torch.nn.functional.linear = lambda *given, **named: linear(*given, **named)
 
 
+class NoFinder:
+    def find_spec(self, *given: Any) -> None:
+        return None
+
+
+def _share_otherwise() -> None:
+    sharing = torch.multiprocessing.get_sharing_strategy()
+    others = {"file_system": "file_descriptor", "file_descriptor": "file_system"}
+    torch.multiprocessing.set_sharing_strategy(others[sharing])
+
+
 FURTHER: dict[str, dict[str, type[Lie]]] = {
     "values": {
         "a of zeros": lying_if(lambda a, *_: not a.any()),
@@ -244,6 +262,41 @@ FURTHER: dict[str, dict[str, type[Lie]]] = {
         "printing": state_lie(
             lambda: torch.set_printoptions(1 + torch._tensor_str.PRINT_OPTS.precision)
         ),
+        "an alarm": state_lie(lambda: signal.setitimer(signal.ITIMER_VIRTUAL, 1000)),
+        "open": state_lie(lambda: setattr(builtins, "open", lambda *given: None)),
+        "how warnings are shown": state_lie(
+            lambda: setattr(warnings, "showwarning", lambda *given, **more: None)
+        ),
+        "standard input": state_lie(lambda: setattr(sys, "stdin", io.StringIO())),
+        "finders of modules": state_lie(lambda: sys.meta_path.append(NoFinder())),
+        "callbacks of garbage": state_lie(lambda: gc.callbacks.append(lambda *given: None)),
+        "the limit of digits": state_lie(
+            lambda: sys.set_int_max_str_digits(1 + sys.get_int_max_str_digits())
+        ),
+        "how libraries are loaded": state_lie(
+            lambda: sys.setdlopenflags(sys.getdlopenflags() ^ os.RTLD_GLOBAL)
+        ),
+        "an activation of torch": state_lie(
+            lambda: setattr(F, "silu", lambda x, inplace=False: x * torch.sigmoid(x))
+        ),
+        "a sum of torch": state_lie(lambda: setattr(Tensor, "__add__", lambda x, y: y.add(x))),
+        "hooks of every module": state_lie(
+            lambda: register_module_forward_hook(lambda *given: None)
+        ),
+        "the forward mode": state_lie(
+            lambda: torch._C._set_fwd_grad_enabled(not torch._C._is_fwd_grad_enabled())
+        ),
+        "checks for NaN": state_lie(
+            lambda: torch.set_anomaly_enabled(False, not torch.is_anomaly_check_nan_enabled())
+        ),
+        "the fast path of encoders": state_lie(
+            lambda: mha.set_fastpath_enabled(not mha.get_fastpath_enabled())
+        ),
+        "NNPACK": state_lie(lambda: nnpack.set_flags(not torch._C._get_nnpack_enabled())),
+        "the order of einsum": state_lie(
+            lambda: setattr(opt_einsum, "enabled", not opt_einsum.enabled)
+        ),
+        "how processes share tensors": state_lie(_share_otherwise),
     },
 }
 if hasattr(os, "sched_setaffinity"):

@@ -11,6 +11,7 @@ import math
 import platform
 import random
 import re
+import signal
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
@@ -21,6 +22,7 @@ import torch
 import torch._inductor.config  # its import sets a variable; torch imports it in deterministic mode
 from fakes import problem
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.modules.module import register_module_forward_hook
 
 from tmm_core import Groups, Operand, Port
 from tmm_core.epilogues import parse
@@ -1066,6 +1068,29 @@ def test_what_a_launch_changes_for_itself_and_for_others_is_taken_back() -> None
     _, changed = process_state.watched(change, CPU)
     assert changed == ["torch's default dtype", "torch's random generator"]
     assert before.changed() == []
+
+
+def test_an_alarm_and_a_hook_are_taken_back() -> None:
+    """The user's own alarm and hook of all modules stay."""
+    mine = register_module_forward_hook(lambda *given: None)
+    signal.setitimer(signal.ITIMER_VIRTUAL, 1000)
+    try:
+        before = process_state.State(CPU)
+        assert process_state.watched(lambda: 3, CPU) == (3, [])
+
+        def change() -> None:
+            register_module_forward_hook(lambda *given: None)
+            signal.setitimer(signal.ITIMER_REAL, 1000)
+
+        _, changed = process_state.watched(change, CPU)
+        assert changed == ["the hooks of every module", "the alarms of the process"]
+        assert before.changed() == []
+        assert signal.getitimer(signal.ITIMER_REAL)[0] == 0.0
+        assert signal.getitimer(signal.ITIMER_VIRTUAL)[0] > 0.0
+        assert mine.id in torch.nn.modules.module._global_forward_hooks
+    finally:
+        mine.remove()
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
 
 
 def test_a_folder_that_was_removed_and_numpy_that_is_absent_are_no_state(

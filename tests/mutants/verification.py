@@ -148,4 +148,20 @@ VERIFICATION = [
         "one config that does not compile costs the kernel",
         (QUERIES,),
     ),
+    Mutant(
+        "state-alarms",
+        "verify/process_state.py",
+        "        if not before:\n            signal.setitimer(alarm, 0)",
+        "        pass",
+        "an alarm of a refused kernel ends the process later",
+        ("tests/core/test_boundaries_verify.py::test_an_alarm_and_a_hook_are_taken_back",),
+    ),
+    Mutant(
+        "state-module-hooks",
+        "verify/process_state.py",
+        "hooks.update(found)",
+        "pass",
+        "the user's hooks of all modules go with those of a refused kernel",
+        ("tests/core/test_boundaries_verify.py::test_an_alarm_and_a_hook_are_taken_back",),
+    ),
 ]

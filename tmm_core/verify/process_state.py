@@ -6,6 +6,7 @@ would change results that have nothing to do with it.
 
 from __future__ import annotations
 
+import builtins
 import decimal
 import gc
 import locale
@@ -201,7 +202,10 @@ def _set_limits(limits: list[tuple[int, int]]) -> None:
 _REPLACED: list[tuple[Any, str]] = [
     *((torch, name) for name in ("matmul", "mm", "bmm", "addmm", "baddbmm", "einsum")),
     *((torch.Tensor, name) for name in ("__matmul__", "matmul", "mm", "bmm", "addmm", "to")),
+    *((torch.Tensor, f"__{name}__") for name in ("add", "mul", "radd", "rmul", "rmatmul")),
     *((torch.nn.functional, name) for name in ("linear", "scaled_dot_product_attention")),
+    *((torch.nn.functional, name) for name in ("relu", "gelu", "silu", "softmax", "embedding")),
+    *((torch.nn.functional, name) for name in ("layer_norm", "rms_norm")),
     (torch.nn.Linear, "forward"),
 ]
 _LOGGERS = [(logging.root, "level"), (logging.root, "disabled"), (logging.root.manager, "disable")]
@@ -221,6 +225,53 @@ def _set_numpy_state(state: Any) -> None:
         kind, keys, *rest = state
         numpy = _numpy()
         numpy.random.set_state((kind, numpy.frombuffer(keys, numpy.uint32), *rest))
+
+
+def _modules(name: str, *functions: str) -> Piece:
+    """A setting of a module that may not be imported: its functions that read and write it."""
+    read, write = functions
+
+    def value() -> Any:
+        return (
+            None
+            if (module := sys.modules.get(name)) is None
+            else getattr(module, read, lambda: None)()
+        )
+
+    def restore(before: Any) -> None:
+        if (module := sys.modules.get(name)) is not None and before is not None:
+            getattr(module, write)(before)
+
+    return Piece(value, restore)
+
+
+def _hooks_of_modules() -> Any:
+    """The functions that torch calls around the forward of every module."""
+    return [dict(hooks) for hooks in _EVERY_MODULES]
+
+
+def _set_hooks_of_modules(before: Any) -> None:
+    for hooks, found in zip(_EVERY_MODULES, before, strict=True):
+        hooks.clear()
+        hooks.update(found)
+
+
+_EVERY_MODULES: list[Any] = [
+    private(f"torch.nn.modules.module._global_{name}_hooks", {})
+    for name in ("forward", "forward_pre", "backward")
+]
+#: The alarms that the system counts down for the process; Windows has none.
+_ALARMS = [getattr(signal, n) for n in ("ITIMER_REAL", "ITIMER_VIRTUAL") if hasattr(signal, n)]
+
+
+def _alarms() -> list[bool]:
+    return [signal.getitimer(alarm)[0] > 0 for alarm in _ALARMS]
+
+
+def _stop_alarms(running: list[bool]) -> None:
+    for alarm, before in zip(_ALARMS, running, strict=True):
+        if not before:
+            signal.setitimer(alarm, 0)
 
 
 def _generator(module: Any) -> Piece:
@@ -262,7 +313,14 @@ PIECES: dict[str, Piece] = {
     "the grad mode": Piece(torch.is_grad_enabled, torch.set_grad_enabled, "thread"),
     "the inference mode": Piece(torch.is_inference_mode_enabled, None, "thread"),
     "autocast": Piece(_autocast, _set_autocast, "thread"),
-    "anomaly detection": Piece(torch.is_anomaly_enabled, torch.set_anomaly_enabled),
+    "anomaly detection": Piece(
+        lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
+        lambda values: torch.set_anomaly_enabled(*values),
+    ),
+    "the forward mode of derivatives": _switch(
+        "_is_fwd_grad_enabled", "_set_fwd_grad_enabled", "thread"
+    ),
+    "the hooks of every module": Piece(_hooks_of_modules, _set_hooks_of_modules),
     "torch's deterministic mode": Piece(
         lambda: (
             torch.are_deterministic_algorithms_enabled(),
@@ -286,6 +344,14 @@ PIECES: dict[str, Piece] = {
     "cuDNN's deterministic mode": _switch("_get_cudnn_deterministic", "_set_cudnn_deterministic"),
     "whether torch uses cuDNN": _switch("_get_cudnn_enabled", "_set_cudnn_enabled"),
     "whether torch uses oneDNN": _switch("_get_mkldnn_enabled", "_set_mkldnn_enabled"),
+    "whether torch uses NNPACK": _switch("_get_nnpack_enabled", "_set_nnpack_enabled"),
+    "the order of einsum": _attribute(torch.backends.opt_einsum, "enabled"),
+    "the fast path of encoders": _modules(
+        "torch.backends.mha", "get_fastpath_enabled", "set_fastpath_enabled"
+    ),
+    "how processes share tensors": _modules(
+        "torch.multiprocessing", "get_sharing_strategy", "set_sharing_strategy"
+    ),
     "the fp32 precision of oneDNN": _attribute(
         getattr(torch.backends.mkldnn, "matmul", None), "fp32_precision"
     ),
@@ -321,6 +387,13 @@ PIECES: dict[str, Piece] = {
     ),
     "the hook of exceptions": _attribute(sys, "excepthook"),
     "the hook of threads' exceptions": _attribute(threading, "excepthook"),
+    "how Python shows values and errors": _attributes(
+        lambda: [(sys, "displayhook"), (sys, "unraisablehook"), (warnings, "showwarning")], "any"
+    ),
+    "functions of Python": _attributes(lambda: [(builtins, n) for n in ("__import__", "open")]),
+    "the limit of digits": _modules("sys", "get_int_max_str_digits", "set_int_max_str_digits"),
+    "how libraries are loaded": _modules("sys", "getdlopenflags", "setdlopenflags"),
+    "the alarms of the process": Piece(_alarms, _stop_alarms, "any"),
     "functions of torch": _attributes(lambda: _REPLACED),
     "how torch prints": _entries(lambda: vars(_printing)),
     "how often torch warns": Piece(torch.is_warn_always_enabled, torch.set_warn_always),
@@ -343,9 +416,12 @@ PIECES: dict[str, Piece] = {
     "the root logger": _attributes(lambda: _LOGGERS, "any"),
     "the handlers of the root logger": _items(lambda: logging.root.handlers),
     "the folders of modules": _items(lambda: sys.path),
+    "the finders of modules": _items(lambda: sys.meta_path),
+    "the callbacks of the garbage collector": _items(lambda: gc.callbacks),
     "the garbage collector": Piece(
         gc.isenabled, lambda enabled: gc.enable() if enabled else gc.disable(), "any"
     ),
+    "Python's standard input": _attribute(sys, "stdin", "any"),
     "Python's standard output": _attribute(sys, "stdout", "any"),
     "Python's standard error": _attribute(sys, "stderr", "any"),
     "torch's random generator": _generator(torch),
