@@ -183,7 +183,7 @@ def _answer(call: Arguments, epilogue: EpilogueLike) -> Tensor:
     if type(call.a) is not Tensor:
         prepare_for(type(call.a))
     if call.out is not None:
-        return operator.matmul_out(*call[:-1], out=call.out)  # type: ignore[no-any-return]
+        return operator.write(call)
     if compat.transforms_active():
         return cast_first(_operator, call)  # type: ignore[no-any-return]
     return operator.matmul(*call[:-1])  # type: ignore[no-any-return]
@@ -225,9 +225,8 @@ def _scaled(call: Arguments, epilogue: EpilogueLike) -> Tensor:
         if out is not None or (alpha.device.type == "cpu" and not differentiated):
             value = number("matmul", alpha.detach(), a)
             return _answer(call._replace(alpha=value), epilogue)
-    if out is not None:  # alpha is complex
-        with compat.uncast(out):
-            return fallbacks.copied_to(_scaled_by_torch(call, epilogue), out, *call.given)
+    if out is not None:  # alpha is complex, and autocast casts no complex operands
+        return fallbacks.copied_to(_scaled_by_torch(call, epilogue), out, *call.given)
     return cast_first(lambda call: _scaled_by_torch(call, epilogue), call)  # type: ignore[no-any-return]
 
 

@@ -137,7 +137,7 @@ def _ragged(call: GroupedArguments) -> Tensor:
     check_tensors("grouped_matmul", **named)
     call = _unpacked(call)
     if call.out is not None:
-        return grouped_operator.grouped_matmul_out(*call[:-1], out=call.out)  # type: ignore[no-any-return]
+        return grouped_operator.write(call)
     return grouped_operator.grouped_matmul(*call[:-1])  # type: ignore[no-any-return]
 
 
@@ -167,7 +167,7 @@ def _batch(call: GroupedArguments) -> Tensor:
             **parts, formats=call.formats,
         )  # fmt: skip
         if out is not None:
-            return operator.matmul_out(*plain[:-1], out=out)  # type: ignore[no-any-return]
+            return operator.write(plain._replace(out=out))
         return operator.matmul(*plain[:-1])  # type: ignore[no-any-return]
     (m, k), n = a.shape[1:], shape[-1]
     if residual is not None:

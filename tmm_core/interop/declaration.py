@@ -16,7 +16,13 @@ from tmm_core import compat
 from tmm_core.formats import pair
 from tmm_core.interop import autograd_state, flops
 from tmm_core.interop.libraries import TAGS, define
-from tmm_core.launch.check import check_out, result_dtype
+from tmm_core.launch.check import (
+    announce_write,
+    check_out,
+    ranges_meet,
+    result_dtype,
+    strided,
+)
 from tmm_core.launch.warm import epilogue_of, plain
 from tmm_core.settings import overridden, within
 from tmm_core.spec.arguments import ROLES_OF, Arguments, GroupedArguments, Role, schema
@@ -70,6 +76,7 @@ def declare(
             return out
         with compat.uncast(out):
             if apart and _in_memory(out, *call.given):
+                announce_write(out)
                 return run(*call._replace(out=out))  # type: ignore[no-any-return]
             return out.copy_(operator(*call[:-1]))
 
@@ -88,6 +95,30 @@ def declare(
         library.impl(name, rule, f"Autocast{device.upper()}")
     flops.count(packet, flop_formula)
     return operator
+
+
+def rewritten(
+    call: Any, allowed: Callable[..., bool], replay: Callable[..., Tensor | None]
+) -> Tensor | None:
+    """Compute a call with ``out`` like one before, whose plan proves that this ``out`` fits. None
+    if there is no such plan, or the call needs torch's dispatcher or has to be refused.
+
+    Args:
+        allowed: Whether nothing but autograd needs the dispatcher.
+        replay: Launches a plan of an earlier call.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        return None
+    out, tensors = call.out, call.tensors
+    given = [t for t in tensors if t is not None]
+    if (
+        not (plain(out) and allowed(*tensors) and all(map(strided, (out, *given))))
+        or autograd_state.recorded(out, *given)
+        or any(ranges_meet(out, t) for t in given)
+    ):
+        return None
+    announce_write(out)
+    return replay(*call)
 
 
 def _in_memory(*tensors: Tensor) -> bool:

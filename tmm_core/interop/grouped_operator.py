@@ -13,10 +13,10 @@ import torch
 
 from tmm_core import compat
 from tmm_core.interop import autograd_state
-from tmm_core.interop.declaration import declare
+from tmm_core.interop.declaration import declare, rewritten
 from tmm_core.interop.gradients import followed
 from tmm_core.launch.check import has_format, result_dtype
-from tmm_core.launch.grouped_call import check, fast_path_allowed, ragged_along, run
+from tmm_core.launch.grouped_call import check, fast_path_allowed, ragged_along, replay, run
 from tmm_core.launch.warm import MAX_PLANS, epilogue_of
 from tmm_core.settings import overridden, within
 from tmm_core.spec.arguments import GroupedArguments
@@ -262,3 +262,9 @@ grouped_matmul = declare(
     flop_formula=grouped_flops,
 )
 grouped_matmul_out = torch.ops.tmm.grouped_matmul.out
+
+
+def write(call: GroupedArguments) -> Tensor:
+    """Write the result of a call to its ``out``."""
+    y = rewritten(call, fast_path_allowed, replay)
+    return grouped_matmul_out(*call[:-1], out=call.out) if y is None else y

@@ -362,12 +362,8 @@ def check_out(
     if torch.is_grad_enabled() and any(t.requires_grad for t in (out, *inputs)):
         refuse_gradients_of_out()
     near = [t for t in inputs if ranges_meet(out, t)]
-    if any(t is out or (_dense(out) and _dense(t)) for t in near):
-        raise RuntimeError(
-            "unsupported operation: some elements of the input tensor and the written-to "
-            "tensor refer to a single memory location. Please clone() the tensor before "
-            "performing the operation."
-        )
+    if any(t is out or (dense(out) and dense(t)) for t in near):
+        refuse_overlap()
     if out.shape != shape:
         if out.numel():
             warn(
@@ -382,6 +378,27 @@ def check_out(
             "single memory location. Please clone() the tensor before performing the operation."
         )
     return not near
+
+
+def announce_write(out: torch.Tensor) -> None:
+    """Tell autograd that ``out`` is about to be written, as torch's operators do: a backward that
+    needs its present values then raises.
+
+    Raises:
+        RuntimeError: ``out`` was made in inference mode, which is off (torch's message).
+    """
+    if out.is_inference() and not torch.is_inference_mode_enabled():
+        out.as_strided((0,), (1,)).zero_()  # raises, in torch's words
+    torch.autograd.graph.increment_version(out)
+
+
+def refuse_overlap() -> NoReturn:
+    """Raise torch's error for an ``out`` in the memory of an input."""
+    raise RuntimeError(
+        "unsupported operation: some elements of the input tensor and the written-to "
+        "tensor refer to a single memory location. Please clone() the tensor before "
+        "performing the operation."
+    )
 
 
 def refuse_gradients_of_out() -> NoReturn:
@@ -402,7 +419,8 @@ def ranges_meet(out: torch.Tensor, t: torch.Tensor) -> bool:
     return start < t_start + _span(t) and t_start < start + _span(out)
 
 
-def _dense(t: torch.Tensor) -> bool:
+def dense(t: torch.Tensor) -> bool:
+    """Whether no gap is between a tensor's elements."""
     return _span(t) == t.nbytes
 
 

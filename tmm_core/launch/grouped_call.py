@@ -6,6 +6,7 @@ Nothing here reads the values of ``offs``: they stay on the device.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -215,10 +216,15 @@ _LAUNCH = (
     "plan.with_extras(a, b, each_bias(bias, offs), residual, alpha, out, "
     f"{', '.join(GROUPED_EXTRAS)})"
 )
-run: Callable[..., Tensor] = written(
-    "run",
-    parameters(GroupedArguments._fields, GroupedArguments),
-    warm.entry(GROUPED_ROLES, GroupedArguments, _LAUNCH, _LAUNCH),
-    warm.NAMES | globals(),
-)
-add_entry(run)
+
+
+def _entry(name: str, replays: bool) -> Callable[..., Any]:
+    body = warm.entry(GROUPED_ROLES, GroupedArguments, _LAUNCH, _LAUNCH, replays)
+    taken = parameters(GroupedArguments._fields, GroupedArguments)
+    function: Callable[..., Any] = written(name, taken, body, warm.NAMES | globals())
+    add_entry(function)
+    return function
+
+
+run: Callable[..., Tensor] = _entry("run", replays=False)
+replay: Callable[..., Tensor | None] = _entry("replay", replays=True)

@@ -12,7 +12,13 @@ import torch
 from tmm_core import formats
 from tmm_core.compat import autocasts, autocasts_on, tensor_guards
 from tmm_core.errors import reraise
-from tmm_core.launch.check import check_tensors, product_shape
+from tmm_core.launch.check import (
+    announce_write,
+    check_tensors,
+    dense,
+    product_shape,
+    refuse_overlap,
+)
 from tmm_core.launch.codegen import Body, address, written
 from tmm_core.spec.arguments import (
     EXTRAS,
@@ -196,7 +202,8 @@ class Plan(_Callable):
                 namespace["plan_same"], renewed = guards, True
 
         namespace["plan_check"] = check
-        namespace["plan_check_out"] = functools.partial(self._check_out, self._shape(call))
+        packed = [t.nbytes if dense(t) else 0 for t in map(call.__getattribute__, given)]
+        namespace["plan_check_out"] = functools.partial(self._check_out, self._shape(call), packed)
         namespace["plan_same"] = _guards(call.tensors) or (lambda *_: False)
         device = call.a.device.type
         namespace["plan_autocasts"] = functools.partial(autocasts_on, device)
@@ -214,7 +221,7 @@ class Plan(_Callable):
             f"if {_misaligned(planned)}:",
             f"    plan_check({everything})",
             "if out is not None:",
-            "    plan_check_out(a, out)",
+            f"    plan_check_out(out, {', '.join(given)})",
         ]
         lines += [_pack(self.problem, name) for name in extras]
         if body is not None:
@@ -245,12 +252,23 @@ class Plan(_Callable):
         shape = tuple(product_shape(call.a, call.b, pair.packs))
         return (*shape[:-1], self.problem.n) if self.problem.gated else shape
 
-    def _check_out(self, shape: tuple[int, ...], a: torch.Tensor, out: torch.Tensor) -> None:
+    def _check_out(
+        self, shape: tuple[int, ...], packed: list[int], out: torch.Tensor, *given: torch.Tensor
+    ) -> None:
+        """Check the output of a call, and announce that it is written.
+
+        Args:
+            packed: Bytes of each of the ``given`` tensors; 0 for one with gaps.
+        """
+        a, start = given[0], out.data_ptr()
         expected = shape, True, 0, self.problem.out.dtype, a.device
-        offset = out.data_ptr() & 15
-        found = tuple(out.shape), out.is_contiguous(), offset, out.dtype, out.device
+        found = tuple(out.shape), out.is_contiguous(), start & 15, out.dtype, out.device
         if found != expected:
             raise ValueError(self._mismatch("out", _OUT_FIELDS, expected, found))
+        for t, size in zip(given, packed, strict=True):
+            if t.data_ptr() < start + out.nbytes and start < t.data_ptr() + size:
+                refuse_overlap()
+        announce_write(out)
 
     def _mismatch(self, name: str, fields: tuple[str, ...], planned: Any, given: Any) -> str:
         """Return a message with only the fields that differ."""

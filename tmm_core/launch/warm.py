@@ -357,22 +357,30 @@ def entry(
     arguments: type[Arguments | GroupedArguments],
     launch: str,
     launch_stored: str,
+    replays: bool = False,
 ) -> Iterator[str]:
-    """Yield the body of the only entry to a launch. One branch is for plain operands, with a
-    shorter key; one is for stored operands. Each has the source of its launch."""
+    """Yield the body of an entry to launches. One branch is for plain operands, with a shorter key;
+    one is for stored operands. Each has the source of its launch.
+
+    Args:
+        replays: The function returns None where there is no plan yet.
+    """
     absent = [f"{name} is None" for name in EXTRAS]
     yield f"if {' and '.join(absent)} and not formats:"
     plain = [role for role in roles if role.name not in (*EXTRAS, "formats")]
-    for line in _replay(plain, arguments, launch):
+    for line in _replay(plain, arguments, launch, replays):
         yield f"    {line}"
     yield "else:"
-    for line in _replay(roles, arguments, launch_stored):
+    for line in _replay(roles, arguments, launch_stored, replays):
         yield f"    {line}"
-    yield f"return run({', '.join(arguments._fields)})"
+    yield "return None" if replays else f"return run({', '.join(arguments._fields)})"
 
 
 def _replay(
-    roles: Iterable[Role], arguments: type[Arguments | GroupedArguments], launch: str
+    roles: Iterable[Role],
+    arguments: type[Arguments | GroupedArguments],
+    launch: str,
+    replays: bool,
 ) -> Iterator[str]:
     """Yield statements that look the plan up by the keys of ``roles``, and launch it with the
     source ``launch``. They fall through if the kernel was quarantined."""
@@ -387,10 +395,13 @@ def _replay(
     yield ")"
     yield "plan = _plans.get(key)"
     yield "if plan is None:"
-    call = f"{arguments.__name__}({', '.join(arguments._fields)})"
-    yield "    if a.is_meta:"
-    yield f"        return _on_meta({call})"
-    yield f"    plan = _build(key, {call}, pose)"
+    if replays:
+        yield "    return None"
+    else:
+        call = f"{arguments.__name__}({', '.join(arguments._fields)})"
+        yield "    if a.is_meta:"
+        yield f"        return _on_meta({call})"
+        yield f"    plan = _build(key, {call}, pose)"
     yield "try:"
     yield "    if profiler._is_profiler_enabled:"
     yield "        # Under the kernel's name, for whoever is profiling."
@@ -415,15 +426,18 @@ fast_path_allowed: Callable[..., bool] = written(
     fast_path_checks(TENSORS),
     NAMES,
 )
-run: Callable[..., Tensor] = written(
-    "run",
-    parameters(Arguments._fields),
-    entry(
-        ROLES,
-        Arguments,
-        f"plan.launcher({', '.join(LAUNCHED)})",
-        f"plan.with_extras({', '.join((*LAUNCHED, *EXTRAS))})",
-    ),
-    NAMES,
-)
-add_entry(run)
+
+
+def _entry(name: str, replays: bool) -> Callable[..., Any]:
+    launch = f"plan.launcher({', '.join(LAUNCHED)})"
+    stored = f"plan.with_extras({', '.join((*LAUNCHED, *EXTRAS))})"
+    body = entry(ROLES, Arguments, launch, stored, replays)
+    function: Callable[..., Any] = written(name, parameters(Arguments._fields), body, NAMES)
+    add_entry(function)
+    return function
+
+
+#: Compute a call, with any plan.
+run: Callable[..., Tensor] = _entry("run", replays=False)
+#: Compute a call like one before; None if there was none.
+replay: Callable[..., Tensor | None] = _entry("replay", replays=True)

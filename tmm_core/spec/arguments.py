@@ -77,9 +77,14 @@ class GroupedArguments(NamedTuple):
     out: Any = None
 
     @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """The tensors that a call reads, in the order of :data:`GROUPED_TENSORS`."""
+        return tuple(getattr(self, name) for name in GROUPED_TENSORS)
+
+    @property
     def given(self) -> list[Tensor]:
         """The tensors that are there to be read."""
-        return [t for name in GROUPED_TENSORS if (t := getattr(self, name)) is not None]
+        return [t for t in self.tensors if t is not None]
 
 
 class Role(NamedTuple):
