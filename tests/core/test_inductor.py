@@ -307,6 +307,21 @@ def test_a_summand_may_broadcast(shape: tuple[int, ...]) -> None:
     torch.testing.assert_close(z, torch.relu(torch.addmm(c, a, b)))
 
 
+@pytest.mark.parametrize("module", ["tails.tails", "shared_input.groups"])
+def test_a_search_that_fails_leaves_the_rest_of_the_graph(
+    module: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*given: Any) -> Any:
+        raise ValueError("no")
+        yield
+
+    a, b = torch.randn(5, 7), torch.randn(7, 4)
+    monkeypatch.setattr(f"tmm_core.interop.inductor.{module}", fail)
+    with torch.no_grad(), pytest.warns(tmm_core.TmmWarning, match="keeps the rest .* no$"):
+        y = passed(torch.matmul, a, b)
+    torch.testing.assert_close(y, a @ b)
+
+
 def test_a_call_that_fails_leaves_the_graph_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*given: Any) -> Any:
         raise ValueError("no")

@@ -9,7 +9,7 @@ PLAN = "tests/core/test_plan.py"
 
 #: The code that writes the key of a warm call, part by part.
 _PART = '        yield f"    {part},"\n'
-_ALL = "_replay(roles, arguments, launch_stored)"
+_ALL = "_replay(roles, arguments, launch_stored, replays)"
 
 
 def _key(name: str, old: str, new: str, why: str) -> Mutant:
@@ -75,12 +75,12 @@ PLANS = [
     Mutant("plan-residual-alignment", "plan.py", "if ROLE[n].key == SIGNATURE}",
            'if ROLE[n].key == SIGNATURE and n != "residual"}',
            "TMA reads off 16 bytes", (PLAN,)),
-    Mutant("plan-out-alignment", "plan.py", "offset = out.data_ptr() & 15\n", "offset = 0\n",
+    Mutant("plan-out-alignment", "plan.py", "out.is_contiguous(), start & 15,", "out.is_contiguous(), 0,",
            "TMA writes off 16 bytes", (PLAN,)),
     Mutant("plan-out-strides", "plan.py", "tuple(out.shape), out.is_contiguous(), ", "tuple(out.shape), True, ",
            "rows are written where a dense tensor has them", (PLAN,)),
-    Mutant("plan-out-dtype", "plan.py", "offset, out.dtype, out.device",
-           "offset, self.problem.out.dtype, out.device", "written in another dtype", (PLAN,)),
+    Mutant("plan-out-dtype", "plan.py", "start & 15, out.dtype, out.device",
+           "start & 15, self.problem.out.dtype, out.device", "written in another dtype", (PLAN,)),
     Mutant("plan-unplanned", "plan.py",
            'absent = [f" or {name} is not None" for name in TENSORS if name not in given]',
            "absent: list[str] = []", "a bias that was not planned is dropped", (PLAN,)),

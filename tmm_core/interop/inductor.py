@@ -64,12 +64,18 @@ class Pass(_Pass):  # type: ignore[misc]  # a class of torch without types
     def __call__(self, graph: torch.fx.Graph) -> None:
         for each in self.before:
             each(graph)
-        for product, rewrite in self._rewrites(graph):
+        rewrites = self._rewrites(graph)
+        while True:
+            kept = "the rest of a graph"
             try:
+                if (found := next(rewrites, None)) is None:
+                    return
+                product, rewrite = found
+                kept = str(product)
                 rewrite()
             except Exception as error:  # a feature; the graph is compiled as it is
                 reraise(error)
-                warn(f"torch.compile keeps {product}: tmm's pass raised {error_text(error)}")
+                warn(f"torch.compile keeps {kept}: tmm's pass raised {error_text(error)}")
 
     def uuid(self) -> Any:
         """A key for torch's cache of compiled graphs, which changes with the records. None, which
