@@ -15,7 +15,7 @@ import pytest
 from torch import nn
 
 ROOT = Path(__file__).parent.parent
-#: Pages whose code is run. The pages of a row are one program, since a process costs 3 s.
+#: Pages whose code is run. The pages of a row share a process, which costs 3 s, but no names.
 RUN = (
     ("README.md", "docs/models.md", "docs/grouped.md", "docs/plugins/hello.md"),
     ("docs/records.md",),
@@ -38,6 +38,15 @@ COMPILE = """import functools
 import torch
 
 torch.compile = functools.partial(torch.compile, backend="aot_eager")
+"""
+#: Each page is a module of its own, so that a page that uses another page's names fails.
+MODULES = """
+import sys
+import types
+
+for page, code in zip(sys.argv[1::2], sys.argv[2::2]):
+    module = sys.modules[page] = types.ModuleType(page)
+    exec(compile(code, page, "exec"), vars(module))
 """
 
 
@@ -71,13 +80,16 @@ def test_examples_in_docstrings(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("pages", RUN, ids=lambda pages: Path(pages[0]).stem)
 def test_what_a_page_shows_works(pages: tuple[str, ...], tmp_path: Path) -> None:
-    """The Python blocks run as one program, then the commands, in a folder with the examples. A
-    Python block that begins with its file's name becomes this file instead."""
-    found = [block for page in pages for block in blocks(page)]
-    files = [text for language, text in found if text.startswith("# ")]
-    program = [text for language, text in found if language == "python" and text not in files]
-    commands = [text for language, text in found if language == "sh"]
-    assert len(files) + len(program) + len(commands) == len(found)
+    """The Python blocks of a page run as one module, then the commands of all, in a folder with the
+    examples. A Python block that begins with its file's name becomes this file instead."""
+    found = [(page, *block) for page in pages for block in blocks(page)]
+    files = [text for _, _, text in found if text.startswith("# ")]
+    commands = [text for _, language, text in found if language == "sh"]
+    modules: dict[str, list[str]] = {}
+    for page, language, text in found:
+        if language == "python" and text not in files:
+            modules.setdefault(f"page_{Path(page).stem}", []).append(text)
+    assert len(files) + sum(map(len, modules.values())) + len(commands) == len(found)
     for text in files:
         (tmp_path / text.split()[1]).write_text(text, encoding="utf-8")
     (tmp_path / "examples").symlink_to(ROOT / "examples")
@@ -105,8 +117,9 @@ def test_what_a_page_shows_works(pages: tuple[str, ...], tmp_path: Path) -> None
         )
         assert done.returncode == 0, "\n".join([*command, done.stdout, done.stderr])
 
-    if program:
-        run(sys.executable, "-W", "error", "-c", COMPILE + "\n".join(program))
+    if modules:
+        named = [part for page, texts in modules.items() for part in (page, "\n".join(texts))]
+        run(sys.executable, "-W", "error", "-c", COMPILE + MODULES, *named)
     for text in commands:
         if EXAMPLE in text:
             continue
@@ -172,3 +185,7 @@ def test_the_site_builds_and_has_the_api(tmp_path: Path) -> None:
     for name in ("matmul", "Supports", "EpilogueConformance", "convert"):
         assert re.search(rf'id="tmm_core[\w.]*\.{name}"', api), name
     assert (tmp_path / "site" / "benchmarks" / "results" / "h200" / "sweep-bfloat16.png").exists()
+    # mkdocs only notes a link to a file that the site leaves out.
+    for page in (tmp_path / "site").rglob("*.html"):
+        for target in re.findall(r'href="(?![a-z]+:|/|#)([^"#]+)', page.read_text("utf-8")):
+            assert (page.parent / target).exists(), f"{page}: {target}"
