@@ -155,7 +155,7 @@ def t(*shape: int, **kw: Any) -> torch.Tensor:
         (lambda: tmm_core.matmul(t(2, 3), t(3, 2), epilogue="silu+swiglu"), ValueError, "only come first"),
         (lambda: tmm_core.matmul(t(2, 3), t(3, 2), epilogue=3), TypeError, "must be a str or an Epilogue"),
         (lambda: tmm_core.matmul(t(2, 3, dtype=torch.int32), t(3, 2, dtype=torch.int32), epilogue="silu"), RuntimeError, "needs a floating dtype"),
-        (lambda: tmm_core.matmul(t(2, 3), t(3, 2), out_dtype=torch.int8), TypeError, "out_dtype must be a floating dtype"),
+        (lambda: tmm_core.matmul(t(2, 3), t(3, 2), out_dtype=torch.int8), TypeError, "out_dtype must be a floating dtype of 16 bits or more"),
         (lambda: tmm_core.matmul(t(2, 3), t(3, 2), out=t(2, 2, dtype=torch.float64)), RuntimeError, "Expected out tensor to have dtype"),
         (lambda: tmm_core.matmul(t(2, 3), t(3, 2), kernel="blast"), tmm_core.UnknownNameError, "did you mean 'blas'"),
         (lambda: tmm_core.matmul(t(2, 3), t(3, 2), config={"fused": True}), tmm_core.SettingsError, "config needs kernel"),

@@ -70,14 +70,20 @@ def test_documents_without_newer_fields_are_the_same_case() -> None:
         ("residual", (False, "", True)),
         ("bias+residual", (True, "", True)),
         ("silu", (False, "silu", False)),
-        ("silu+bias", (False, "silu+bias", False)),
-        ("residual+silu", (False, "residual+silu", False)),
         ("bias+silu+softcap(30)+residual", (True, "silu+softcap(30)", True)),
     ],
 )
 def test_a_bias_comes_first_and_a_residual_last(text: str, fields: tuple[bool, str, bool]) -> None:
     found = parse_expression(text)
     assert (found["bias"], found["epilogue"], found["residual"]) == fields
+
+
+@pytest.mark.parametrize(
+    "text", ["silu+bias", "residual+silu", "bias+bias", "bias+residual+silu", "residual+residual"]
+)
+def test_a_bias_or_a_residual_elsewhere_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="bias first, residual last"):
+        parse_expression(text)
 
 
 def test_shapes_and_dtypes_are_read_as_people_write_them() -> None:
@@ -149,8 +155,11 @@ def test_a_suite_of_another_form_is_refused_by_name(changes: dict[str, Any], mes
     with pytest.raises(ValueError, match=f"^suite 'x': .*{message}"):
         suites.expand("x", SUITE | changes)
     for missing in ("shapes", "dtypes"):
-        with pytest.raises(ValueError, match=f"suite 'x': KeyError: '{missing}'"):
+        with pytest.raises(ValueError, match=f"suite 'x': lacks '{missing}'"):
             suites.expand("x", {name: v for name, v in SUITE.items() if name != missing})
+    for other in (1, "shapes", [SUITE]):
+        with pytest.raises(ValueError, match=r"^suite 'x': found .*, accepted is a JSON object"):
+            suites.read({"x": other})
 
 
 @pytest.mark.parametrize(

@@ -152,7 +152,7 @@ def test_a_count_is_a_whole_number_from_one_on(name: str, text: str) -> None:
         parsed(f"{name}={text}")
 
 
-@pytest.mark.parametrize("text", ["0", "-1", "inf", "nan", "-inf"])
+@pytest.mark.parametrize("text", ["0", "-1", "inf", "nan", "-inf", "soon", ""])
 def test_what_is_not_above_zero_is_refused(text: str) -> None:
     assert options.positive(float, "1e-9") == 1e-9
     assert options.positive(int, "1") == 1
@@ -249,7 +249,8 @@ def test_lists_are_read_by_their_parts() -> None:
         ("1:2", "accepted is FIRST:LAST:STEP"),
         ("1:2:3:4", "accepted is FIRST:LAST:STEP"),
         ("3:2:1", "the last size is below the first"),
-        ("0:2:1", "accepted is a number above 0"),
+        ("0:2:1", "accepted is a whole number above 0"),
+        ("x:2:1", "found x, accepted is a whole number above 0"),
     ],
 )
 def test_squares_are_three_sizes(
@@ -1529,7 +1530,7 @@ def test_the_fastest_on_record_that_describes_itself_is_analysed() -> None:
     registry: Any = SimpleNamespace(kernel={"told": told, "silent": silent}.__getitem__)
     found, anatomy, note = why.described(explained, registry)
     assert (found.kernel, found.config, anatomy) == (told, FakeConfig(tile=8), FakeConfig(tile=8))
-    assert note.startswith("chosen tile=1 is chosen, but has no anatomy")
+    assert note.startswith("chosen tile=1 is chosen, but describes no tiles")
     explained.record = None
     with pytest.raises(UsageError, match=r"; --kernel accepts one that does: told$"):
         why.described(explained, registry)

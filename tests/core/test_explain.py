@@ -45,7 +45,7 @@ def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
         (("8x8x8", "--config", "BLOCK_M"), "accepted is FIELD=VALUE"),
         (("8x8x8", "--gpu", "abacus"), "the name of none of these"),
         (("8x8x8", "--gpu", "nvidia"), "the name of several of these"),
-        (("8x8x8", "--device", "cpu", "--why"), "does not describe its anatomy"),
+        (("8x8x8", "--device", "cpu", "--why"), "--why: blas describes no tiles"),
     ],
 )
 def test_what_cannot_be_is_refused(

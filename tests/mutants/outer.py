@@ -14,6 +14,14 @@ CALLS = "tests/core/test_boundaries_calls.py"
 STORED = "tests/core/test_boundaries_stored.py"
 
 OUTER = [
+    Mutant("outer-unused-options", "commands/options.py",
+           "    if not shapes:\n        refuse_unused(options)\n", "",
+           "options of a problem are ignored where no shape is given",
+           ("tests/core/test_cli.py::test_a_mistake_is_one_line_on_stderr_and_status_2",)),
+    Mutant("outer-suite-without-dtype", "bench/suites.py",
+           "if wanted and not tasks and dtype is not None:", "if False:",
+           "a dtype that no problem of a suite has measures nothing, without a word",
+           ("tests/core/test_cli.py::test_a_mistake_is_one_line_on_stderr_and_status_2",)),
     Mutant("outer-outermost-frame", "tmm_base/guards.py",
            "frame.f_back is not None and _package", "True and _package",
            "a warning in a thread without a user's frame is an error",

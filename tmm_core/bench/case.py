@@ -217,7 +217,10 @@ def parse_dtype(text: str) -> torch.dtype:
     Raises:
         ValueError: No such dtype.
     """
-    return ALIASES.get(text) or dtype_of(text)
+    try:
+        return ALIASES.get(text) or dtype_of(text)
+    except ValueError as error:
+        raise ValueError(f"{error}; known: {', '.join(ALIASES)} and torch's names") from None
 
 
 def parse_expression(text: str) -> dict[str, Any]:
@@ -226,10 +229,15 @@ def parse_expression(text: str) -> dict[str, Any]:
 
     >>> parse_expression("bias+gelu_tanh+softcap(30)")
     {'bias': True, 'epilogue': 'gelu_tanh+softcap(30)', 'residual': False}
+
+    Raises:
+        ValueError: The bias is not first, or the residual not last.
     """
     stages = text.split("+") if text else []
     bias = stages[:1] == ["bias"]
     stages = stages[bias:]
     residual = stages[-1:] == ["residual"]
-    epilogue = "+".join(stages[: len(stages) - residual])
-    return {"bias": bias, "epilogue": epilogue, "residual": residual}
+    stages = stages[: len(stages) - residual]
+    if {"bias", "residual"} & set(stages):
+        raise ValueError(f"found {text!r}, accepted is bias+…+residual: bias first, residual last")
+    return {"bias": bias, "epilogue": "+".join(stages), "residual": residual}

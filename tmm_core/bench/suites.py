@@ -18,6 +18,7 @@ import torch
 from tmm_core.bench.case import LAYOUTS, SCALES, Case, parse_dtype, parse_expression
 from tmm_core.bench.results import RANDOM
 from tmm_core.formats import IMPLIED
+from tmm_core.spec.operand import dtype_name
 
 #: The class of problems on which single kernels are timed (``tmm bench --kernel``).
 SWEEP = "sweep"
@@ -80,7 +81,7 @@ def select(
         limit: At most this many of each suite.
 
     Raises:
-        ValueError: A suite that does not exist.
+        ValueError: A suite that does not exist, or none of their problems has this dtype.
     """
     suites = shipped()
     if unknown := sorted(set(names) - set(suites) - {"all"}):
@@ -90,6 +91,8 @@ def select(
     for name in wanted:
         members = (t for t in expand(name, suites[name], suites) if dtype in (None, t.case.dtype))
         tasks += itertools.islice(members, limit)
+    if wanted and not tasks and dtype is not None:
+        raise ValueError(f"no problem of {', '.join(wanted)} has dtype {dtype_name(dtype)}")
     return tasks
 
 
@@ -119,6 +122,8 @@ def expand(name: str, suite: Mapping[str, Any], others: Mapping[str, Any] = _NON
     Raises:
         ValueError: The suite does not have the form of those in ``suite.json``.
     """
+    if not isinstance(suite, Mapping):
+        raise ValueError(f"suite {name!r}: found {suite!r}, accepted is a JSON object")
     try:
         invariant = bool(suite.get("batch_invariant", False))
         if "like" in suite:
@@ -131,7 +136,9 @@ def expand(name: str, suite: Mapping[str, Any], others: Mapping[str, Any] = _NON
         precisions = _listed(suite.get("precision", "ieee"))
         scales = _listed(suite.get("scales", "tensor"))
         groups = {"ragged": suite.get("ragged", "m"), "routing": suite.get("routing", "both")}
-    except (AttributeError, KeyError, TypeError) as error:
+    except KeyError as error:
+        raise ValueError(f"suite {name!r}: lacks {error}") from error
+    except (AttributeError, TypeError) as error:
         raise ValueError(f"suite {name!r}: {type(error).__name__}: {error}") from error
     known = (
         (layouts, LAYOUTS),

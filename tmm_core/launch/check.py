@@ -92,8 +92,7 @@ def check_terms(
         )
     result = out_dtype or own
     if result not in _OUT_DTYPES and (pair.stored or result != own):
-        wide = " of 16 bits or more" if pair.stored else ""
-        raise TypeError(f"out_dtype must be a floating dtype{wide}, got {out_dtype}")
+        raise TypeError(f"out_dtype must be a floating dtype of 16 bits or more, got {out_dtype}")
     if own.is_complex and not result.is_complex:
         raise TypeError(f"out_dtype must be {own}, as the operands, got {out_dtype}")
     allowed = {own if not pair.a or not pair.b else result, result, torch.float32}

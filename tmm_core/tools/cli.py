@@ -148,7 +148,7 @@ def _add_bench(parser: Parser) -> None:
     parser.flag("--host", text="measure the host's cost per call")
     parser.add_argument(
         "--regret",
-        type=int,
+        type=shared.count,
         default=0,
         metavar="COUNT",
         help="this many random problems (M, weight, epilogue): torch, the choice, the best known",
@@ -205,7 +205,7 @@ def _add_suite(parser: Parser) -> None:
         type=lambda text: [name for name in text.split(",") if name],
         default=[],
         metavar="NAME,…",
-        help="classes of the benchmark, or all",
+        help="classes of the benchmark, or all; --dtype selects among their problems",
     )
 
 

@@ -65,6 +65,9 @@ def _quick(options: argparse.Namespace, *, on_gpu: bool) -> argparse.Namespace:
     """The options of a run of two minutes; the user's own limits are kept."""
     if options.suite or options.shapes or options.squares or options.kernel or options.regret:
         raise UsageError("--quick chooses its problems: give no suite, shape, kernel or regret")
+    if options.dtype:
+        raise UsageError("--quick chooses its problems: give no --dtype")
+    shared.refuse_unused(options)
     if not on_gpu:
         note(
             "no GPU: small problems on the CPU, where torch's own kernels serve every call; "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar, get_args
 
 import torch
@@ -90,6 +90,8 @@ def cases(options: argparse.Namespace, shapes: list[tuple[int, int, int, int]]) 
         raise UsageError(f"--scales {options.scales} needs --dtype e4m3 or e5m2")
     if options.ragged and not options.groups:
         raise UsageError(f"--ragged {options.ragged} needs --groups")
+    if not shapes:
+        refuse_unused(options)
     names = ("dtype", "layout", "out_dtype", "tf32", "scales", "groups", "ragged")
     fields = {name: value for name in names if (value := getattr(options, name)) is not None}
     found = []
@@ -98,6 +100,22 @@ def cases(options: argparse.Namespace, shapes: list[tuple[int, int, int, int]]) 
             raise UsageError("--groups takes no batch")
         found.append(Case(m=m, n=n, k=k, batch=batch, **options.epilogue, **fields))
     return found
+
+
+def refuse_unused(options: argparse.Namespace) -> None:
+    """Refuse the options that describe a problem where no shape is given: other problems have
+    their own. ``--dtype`` is not among them, since it selects problems of suites.
+
+    Raises:
+        UsageError: One of them is given.
+    """
+    names = ("layout", "out_dtype", "scales", "tf32", "groups", "ragged")
+    given = [name for name in names if getattr(options, name)]
+    if any(options.epilogue.values()):
+        given.append("epilogue")
+    if given:
+        text = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise UsageError(f"{text}: on which problems? give shapes, like 4096x4096x512")
 
 
 def device(options: argparse.Namespace) -> torch.device:
@@ -157,11 +175,14 @@ def positive(kind: Callable[[str], T], text: str) -> T:
     """``kind(text)``, which must be positive.
 
     Raises:
-        ValueError: It is not positive.
+        ValueError: It is not positive, or no such number.
     """
-    value: Any = kind(text)
-    if not 0 < value < float("inf"):
-        raise ValueError(f"found {text}, accepted is a number above 0")
+    value: Any = None
+    with suppress(ValueError):
+        value = kind(text)
+    if value is None or not 0 < value < float("inf"):
+        whole = "whole " if kind is int else ""
+        raise ValueError(f"found {text}, accepted is a {whole}number above 0")
     return value  # type: ignore[no-any-return]
 
 

@@ -126,13 +126,13 @@ def described(explanation: Explanation, registry: Registry) -> tuple[Candidate, 
         except ConfigError:  # from another version
             continue
         if (anatomy := kernel.anatomy(problem, candidate.config)) is not None:
-            note = f"{chosen} is chosen, but has no anatomy; this is the fastest that has one"
+            note = f"{chosen} is chosen, but describes no tiles; this is the fastest that does"
             return candidate, anatomy, note
     able = [name for name, kernel in kernels.items() if _default_anatomy(kernel, problem)]
     hint = "; --gpu NAME selects a GPU that need not be present"
     if able:
         hint = f"; --kernel accepts one that does: {', '.join(able)}"
-    raise UsageError(f"{chosen.kernel.name} does not describe its anatomy{hint}")
+    raise UsageError(f"--why: {chosen.kernel.name} describes no tiles{hint}")
 
 
 def _default_anatomy(kernel: Any, problem: Problem) -> bool:
