@@ -416,7 +416,7 @@ class MixedInput(Built[MixedInputConfig]):
             if not _groups_share_step(problem.b):
                 yield f"groups of {size} are neither 32 values nor multiples of 64"
             elif value_scaling(problem) is None:
-                yield f"scales of groups of {size} would be rounded to {problem.a.dtype}"
+                yield f"scales or values of groups of {size} would be rounded to {problem.a.dtype}"
         if problem.groups is not None and problem.groups.a_index is not None:
             yield "TMA does not gather rows on Hopper"
 
@@ -537,7 +537,10 @@ def value_scaling(problem: Problem) -> str | None:
     assert b.form is not None
     if b.scale is None:
         return None
-    if b.scale.dtype == value or (b.scale.dtype is torch.uint8 and value is torch.bfloat16):
+    powers = b.scale.dtype is torch.uint8 and value is torch.bfloat16  # exact
+    if problem.out.dtype is torch.float32 and not powers:
+        return None  # more precise than 16 bits
+    if b.scale.dtype == value or powers:
         return "pair"
     through_fp32 = b.form.name in ("int8", "fp8") and b.zero is None
     return "wide" if through_fp32 and b.scale.dtype.is_floating_point else None

@@ -211,4 +211,15 @@ PACKED = [
         "cuBLASLt refuses 33 rows",
         ("tests/core/test_quantize_rows.py::test_scales_lie_as_cublaslt_reads_them",),
     ),
+    Mutant(
+        "mixed-rounded-for-fp32",
+        "tmm_triton/mixed_input.py",
+        "if problem.out.dtype is torch.float32 and not powers:",
+        "if False:",
+        "values are rounded to 16 bits for an fp32 result, and verification refuses the kernel",
+        (
+            f"{MIXED}::test_no_value_is_rounded_to_16_bits_for_an_fp32_result",
+            f"{MIXED}::test_declines",
+        ),
+    ),
 ]

@@ -72,8 +72,19 @@ def test_serves_packed_weights() -> None:
             {"b": replace(INT4, scale=Scale((1, 96), BF16))},
             "groups of 96 are neither 32 values nor",
         ),
-        ({"b": replace(INT4, scale=Scale((1, 32)))}, "groups of 32 would be rounded to torch.bfl"),
+        (
+            {"b": replace(INT4, scale=Scale((1, 32)))},
+            "groups of 32 would be rounded to torch.bfl",
+        ),
         ({"b": MXFP4, "a": Operand(FP16)}, "groups of 32 would be rounded to torch.float16"),
+        (
+            {"b": replace(INT4, scale=Scale((1, 32), BF16)), "out": Operand(torch.float32)},
+            "groups of 32 would be rounded to torch.bfloat16",
+        ),
+        (
+            {"b": replace(FP8, scale=Scale((1, 32))), "out": Operand(torch.float32)},
+            "groups of 32 would be rounded to torch.bfloat16",
+        ),
         ({"b": COL}, "is for packed weights"),
         ({"b": replace(INT4, layout="row")}, "b is row-major, not column-major"),
         ({"b": replace(INT4, aligned=False)}, "b is not aligned to 16 bytes"),
@@ -85,6 +96,17 @@ def test_serves_packed_weights() -> None:
 )
 def test_declines(change: dict[str, Any], reason: str) -> None:
     assert any(reason in given for given in reasons(replace(PROBLEM, **change)))
+
+
+@pytest.mark.parametrize("m", [1, 64, 256, 4096])
+def test_no_value_is_rounded_to_16_bits_for_an_fp32_result(m: int) -> None:
+    wide = replace(PROBLEM, m=m, out=Operand(torch.float32))
+    for scale in (Scale((1, 64), BF16), Scale((1, 128), BF16)):
+        problem = replace(wide, b=replace(INT4, scale=scale))
+        configs = KERNEL.configs(problem)
+        assert configs
+        assert not any(Constants.of(problem, config).SCALED for config in configs)
+    assert not reasons(replace(wide, b=MXFP4))  # powers of two are exact
 
 
 @pytest.mark.parametrize(
