@@ -1,11 +1,16 @@
-"""Every command and option that a page names exists; every environment variable has a page."""
+"""Every command and option that a page names exists; every environment variable has a page; every
+name of tmm that a benchmark or an example uses exists."""
 
 from __future__ import annotations
 
 import argparse
+import ast
+import importlib
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from tmm_cache import cli as tmm_cache_cli
@@ -27,6 +32,8 @@ COMMAND = re.compile(
     r"(?:^|[`&;|(]|[A-Z_]+=\S+ )\s*(?:\$ )?(tmm-cache|tmm)(?![\w.-])((?: [^`\n#|;&)]+)?)",
     re.MULTILINE,
 )
+#: Modules whose names scripts may use.
+OWN = ("tmm_core", "tmm_base", "tmm_cache", "tmm_triton", "tmm_blas")
 PARSERS = {"tmm": tmm_cli._parser(), "tmm-cache": tmm_cache_cli._parser()}
 
 
@@ -119,3 +126,68 @@ def test_every_option_has_a_help_text(program: str) -> None:
         for action in parser._actions:
             if not isinstance(action, argparse._SubParsersAction):
                 assert action.help, (name, action.dest)
+
+
+def member(module: ModuleType, name: str) -> object:
+    """What a module contains by this name, a submodule included; None if nothing."""
+    found = getattr(module, name, None)
+    if found is None and hasattr(module, "__path__"):
+        with suppress(ModuleNotFoundError):
+            found = importlib.import_module(f"{module.__name__}.{name}")
+    return found
+
+
+def missing(tree: ast.AST) -> list[str]:
+    """What a script imports from tmm's modules, or reads of them, that is not there."""
+    found, modules = [], {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for each in node.names:
+                if each.name.startswith(OWN):
+                    module = importlib.import_module(each.name)
+                    top = importlib.import_module(each.name.partition(".")[0])
+                    modules[each.asname or top.__name__] = module if each.asname else top
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith(OWN):
+            module = importlib.import_module(str(node.module))
+            for each in node.names:
+                if (value := member(module, each.name)) is None:
+                    found.append(each.name)
+                if isinstance(value, ModuleType):
+                    modules[each.asname or each.name] = value
+
+    def module_of(node: ast.expr) -> ModuleType | None:
+        if isinstance(node, ast.Name):
+            return modules.get(node.id)
+        of = module_of(node.value) if isinstance(node, ast.Attribute) else None
+        value = None if of is None else getattr(of, node.attr, None)  # type: ignore[attr-defined]
+        return value if isinstance(value, ModuleType) else None
+
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and (of := module_of(node.value)) is not None:
+            found += [] if hasattr(of, node.attr) else [ast.unparse(node)]
+    return found
+
+
+def test_every_name_of_tmm_that_a_script_uses_exists() -> None:
+    """Tests run few of the scripts."""
+    pytest.importorskip("triton")
+    scripts = [*(ROOT / "benchmarks").glob("*.py"), *(ROOT / "examples").rglob("*.py")]
+    assert len(scripts) > 30
+    for path in scripts:
+        assert not missing(ast.parse(path.read_text("utf-8"))), path.name
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("from tmm_core.interop import aten as a\na.enable; a.no", ["a.no"]),
+        ("import tmm_core.nn as n\nn.convert; n.no.more", ["n.no"]),
+        (
+            "import tmm_core.nn\ntmm_core.nn.no, tmm_core.no, torch.no",
+            ["tmm_core.nn.no", "tmm_core.no"],
+        ),
+        ("from tmm_core.bench import case, no", ["no"]),
+    ],
+)
+def test_a_name_that_is_not_there_is_found(text: str, names: list[str]) -> None:
+    assert missing(ast.parse(text)) == names

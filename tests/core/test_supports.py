@@ -4,6 +4,7 @@ against it. A field that no check covers fails here."""
 from __future__ import annotations
 
 import dataclasses
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -105,6 +106,35 @@ def test_what_is_not_declared_is_declined(
     if declared:
         assert replace(LEAST, **declared).reasons_against(problem) == []
     assert Supports.everything().reasons_against(problem) == [] or not declared
+
+
+@pytest.mark.parametrize(
+    ("field", "given", "kind", "message"),
+    [
+        ("operands", ("bfloat16",), TypeError, "operands has dtypes of torch, got 'bfloat16'"),
+        ("out", [BF16, "fp32"], TypeError, "out has dtypes of torch, got 'fp32'"),
+        ("bias", (None,), TypeError, "bias has dtypes of torch, got None"),
+        ("residual", {float}, TypeError, "residual has dtypes of torch, got <class 'float'>"),
+        ("scales", ("row", "rows"), ValueError, "scales has tensor, row, group, block, got 'rows'"),
+        ("unaligned", ("c",), ValueError, "unaligned has a, b, out, residual, got 'c'"),
+        ("outputs", ("rows",), ValueError, "outputs has scalar, row, col, tile, group, got 'rows'"),
+        ("reduces", ("min",), ValueError, "reduces has max, sum, got 'min'"),
+        ("ragged", ("M",), ValueError, "ragged has m, n, k, got 'M'"),
+        ("layouts", {"c": ("row",)}, ValueError, "layouts has a, b, out, residual, got 'c'"),
+        (
+            "layouts",
+            {"b": ["column"]},
+            ValueError,
+            "layouts['b'] has row, col, strided, got 'column'",
+        ),
+    ],
+)
+def test_a_declaration_of_what_no_problem_has_is_refused(
+    field: str, given: Any, kind: type[Exception], message: str
+) -> None:
+    """It would admit nothing, and the kernel would never be chosen."""
+    with pytest.raises(kind, match=f"^Supports.{re.escape(message)}$"):
+        replace(LEAST, **{field: given})
 
 
 def test_rows_that_are_gathered_or_made_zero_are_declared_too() -> None:

@@ -14,6 +14,14 @@ CALLS = "tests/core/test_boundaries_calls.py"
 STORED = "tests/core/test_boundaries_stored.py"
 
 OUTER = [
+    Mutant("outer-names-of-layouts", "spec/supports.py",
+           "            _check_names(f\"layouts[{name!r}]\", value, _LAYOUTS)\n", "",
+           "a kernel declares a layout that no problem has",
+           ("tests/core/test_supports.py::test_a_declaration_of_what_no_problem_has_is_refused",)),
+    Mutant("outer-dtypes-by-name", "spec/supports.py",
+           "if not isinstance(value, torch.dtype):", "if value is None:",
+           "a kernel that names its dtypes serves nothing, without a word",
+           ("tests/core/test_supports.py::test_a_declaration_of_what_no_problem_has_is_refused",)),
     Mutant("outer-unused-options", "commands/options.py",
            "    if not shapes:\n        refuse_unused(options)\n", "",
            "options of a problem are ignored where no shape is given",

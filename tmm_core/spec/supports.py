@@ -8,12 +8,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
 from tmm_core.formats import grids
+from tmm_core.spec.groups import Ragged
 from tmm_core.spec.operand import ALIGNMENT, Operand, dtype_name
+from tmm_core.spec.port import Kind, Reduce
 from tmm_core.spec.problem import Problem
 
 
@@ -75,7 +77,8 @@ class Supports:
 
     Raises:
         TypeError: A field has a value of another type, such as a string instead of a collection of
-            names.
+            names, or a dtype's name instead of the dtype.
+        ValueError: A name that no problem has, as in ``scales=("rows",)``.
     """
 
     devices: Collection[str] = ("cuda",)
@@ -115,6 +118,14 @@ class Supports:
         for name, value in self.layouts.items():
             if isinstance(value, str) or not isinstance(value, Collection):
                 raise TypeError(f"Supports.layouts[{name!r}] is a collection, got {value!r}")
+            _check_names(f"layouts[{name!r}]", value, _LAYOUTS)
+        _check_names("layouts", self.layouts, MATRICES)
+        for name, known in _NAMES.items():
+            _check_names(name, getattr(self, name), known)
+        for name in ("operands", "out", "bias", "residual"):
+            for value in getattr(self, name):
+                if not isinstance(value, torch.dtype):
+                    raise TypeError(f"Supports.{name} has dtypes of torch, got {value!r}")
         for name in _FLAGS:
             if type(value := getattr(self, name)) is not bool:
                 raise TypeError(f"Supports.{name} is True or False, got {value!r}")
@@ -147,6 +158,21 @@ _DEVICES = {
     "cpu": "CPUs",
 }
 _LAYOUTS = {"row": "row-major", "col": "column-major", "strided": "of any stride"}
+#: What these collections may contain. Formats and devices are open sets.
+_NAMES = {
+    "scales": get_args(grids.Kind),
+    "unaligned": MATRICES,
+    "outputs": get_args(Kind),
+    "reduces": get_args(Reduce),
+    "ragged": get_args(Ragged),
+}
+
+
+def _check_names(field_name: str, given: Collection[str], known: Collection[str]) -> None:
+    """Raise for a name that no problem has: it would admit nothing, without a word."""
+    for name in given:
+        if name not in known:
+            raise ValueError(f"Supports.{field_name} has {', '.join(known)}, got {name!r}")
 
 
 def _device(supports: Supports, problem: Problem) -> Iterator[str]:
