@@ -232,11 +232,7 @@ def _modules(name: str, *functions: str) -> Piece:
     read, write = functions
 
     def value() -> Any:
-        return (
-            None
-            if (module := sys.modules.get(name)) is None
-            else getattr(module, read, lambda: None)()
-        )
+        return getattr(sys.modules.get(name), read, lambda: None)()
 
     def restore(before: Any) -> None:
         if (module := sys.modules.get(name)) is not None and before is not None:
