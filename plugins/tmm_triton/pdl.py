@@ -69,6 +69,8 @@ def with_early(configs: list[C], ways: Sequence[str]) -> list[C]:
 def ways(problem: Problem) -> tuple[str, ...]:
     """The ``early`` values to try for a kernel in plain Triton: the end of a launch matters only if
     reading b dominates."""
-    if problem.m > FEW_ROWS or problem.batch > 1 or problem.device.capability[0] < 9:
+    device = problem.device
+    able = device.nvidia and device.capability >= (9, 0)
+    if problem.m > FEW_ROWS or problem.batch > 1 or not able:
         return ()
     return ("b", "wait") if problem.static_weights else ("wait",)

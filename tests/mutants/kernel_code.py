@@ -139,4 +139,12 @@ KERNELS = [
         "b reads beyond its columns where K ends within a step",
         ("tests/plugins/test_skinny.py::test_arithmetic_addresses_masks",),
     ),
+    Mutant(
+        "early-of-amd",
+        "tmm_triton/pdl.py",
+        "device.nvidia and device.capability",
+        "device.capability",
+        "an MI200 times configs that differ in nothing",
+        ("tests/plugins/test_dependent_launch.py::test_other_gpus_overlap_no_launches",),
+    ),
 ]

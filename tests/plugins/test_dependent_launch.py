@@ -72,6 +72,16 @@ def test_loading_early_is_proposed_to_who_gave_the_word(kernel: Any) -> None:
         ) == plain  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    "change", [{"cuda": "hip-6.4"}, {"capability": (8, 9)}, {"type": "cpu", "cuda": ""}]
+)
+def test_other_gpus_overlap_no_launches(change: dict[str, Any]) -> None:
+    """Capability 9.0 is an MI200's, too."""
+    device = dataclasses.replace(SAID.device, **change)
+    configs = SplitK().configs(dataclasses.replace(SAID, device=device))
+    assert {config.early for config in configs} == {""}
+
+
 def test_only_few_rows_are_early() -> None:
     many = dataclasses.replace(SAID, m=4096)
     assert not [c for c in WarpSpecialized().configs(many) if c.early]
