@@ -359,6 +359,8 @@ def test_a_gpu_is_what_torch_and_its_packages_say(monkeypatch: pytest.MonkeyPatc
     nvidia = DeviceFingerprint(
         "cuda", "GPU", (9, 4), 7, 99, 88, torch="2", triton="3", cuda="12.9", cublas="12.8"
     )
+    assert found() == replace(nvidia, interpreted=device.interpreting())
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
     assert found() == nvidia
     del properties.shared_memory_per_block_optin, properties.L2_cache_size
     assert found() == replace(nvidia, shared_memory=48 * 1024, l2=0)

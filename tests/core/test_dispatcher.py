@@ -638,6 +638,17 @@ def test_a_locked_store_answers_alone_in_batch_invariant_mode_too(
     assert timer.measured == []
 
 
+def test_on_a_gpu_the_interpreter_reads_no_record() -> None:
+    d, _ = dispatcher(FakeBlas(), FakeKernel("fast"), times={"fast": 1.0, "blas": 2.0})
+    gpu = replace(DEVICE, type="cuda", name="gpu", capability=(9, 0), interpreted=True)
+    d.store.save(gpu.gpu, gpu.environment, d.tune(problem(), settings()))
+    asked = problem(device=gpu)
+    choice = d.choose(asked, settings())
+    assert (choice.candidate.kernel.name, choice.origin) == ("blas", "fallback")
+    assert "TRITON_INTERPRET" in choice.reason
+    assert d.choose(asked, settings(kernel="fast")).candidate.kernel.name == "fast"
+
+
 @pytest.mark.parametrize("empty", [{"m": 0}, {"n": 0}, {"k": 0}, {"batch": 0}])
 @pytest.mark.parametrize("how", [{}, {"on_cache_miss": "error"}, {"batch_invariant": True}])
 def test_an_empty_product_is_blas_and_no_kernel_is_measured(

@@ -269,4 +269,12 @@ DISPATCHING = [
     Mutant("result-of-groups", "interop/sharding.py", 'dimensions["out"][ragged != "k" :]', 'dimensions["out"][0:]',
            "a grouped product's shards are put together along another dimension",
            ("tests/core/test_distributed.py::test_grouped_products_of_shards",)),
+    Mutant("choosing-interpreted-on-a-gpu", "dispatch/dispatcher.py",
+           "if problem.device.interpreted and problem.device.type == \"cuda\":", "if False:",
+           "a record of compiled kernels starts an interpreted one",
+           ("tests/core/test_dispatcher.py::test_on_a_gpu_the_interpreter_reads_no_record",)),
+    Mutant("choosing-interpreted-folder", "spec/device.py",
+           "        interpreted=interpreted,\n        arch=", "        arch=",
+           "times of interpreted kernels are stored as a GPU's",
+           ("tests/core/test_boundaries_spec.py::test_a_gpu_is_what_torch_and_its_packages_say",)),
 ]  # fmt: skip

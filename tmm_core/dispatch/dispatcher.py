@@ -182,8 +182,9 @@ class Dispatcher(Deferring):
             self.warn_once("; ".join(unknown))
         if settings.kernel is not None:
             return self._forced(problem, settings)
-        if problem.is_empty and not self.registry.kernel(BASELINE).reasons_against(problem):
-            return self._fallback(problem, "nothing to multiply: a dimension is 0")
+        why = _for_blas(problem)
+        if why and not self.registry.kernel(BASELINE).reasons_against(problem):
+            return self._fallback(problem, why)
         if not problem.batch_invariant:
             return self._choose(problem, settings)
         plain = replace(problem, batch_invariant=False)
@@ -497,3 +498,12 @@ def _completed(kernel: Kernel[Any], problem: Problem, given: dict[str, Any]) -> 
     except ConfigError:
         usual = kernel.default_config(problem).to_json()
         return kernel.config_type.from_json(usual | given)
+
+
+def _for_blas(problem: Problem) -> str:
+    """Why BLAS answers whatever records and estimates say; empty if they count."""
+    if problem.is_empty:
+        return "nothing to multiply: a dimension is 0"
+    if problem.device.interpreted and problem.device.type == "cuda":
+        return "TRITON_INTERPRET is set, and records are of compiled kernels"
+    return ""

@@ -107,13 +107,14 @@ def _cublas_version() -> str:
 def fingerprint(device: torch.device) -> DeviceFingerprint:
     """The fingerprint of ``device`` (one with an index, or a CPU); cached per device."""
     triton = triton_version()
+    interpreted = interpreting() and importlib.util.find_spec("triton") is not None
     if device.type != "cuda":
         return DeviceFingerprint(
             type=device.type,
             name=device.type,
             torch=torch.__version__,
             triton=triton,
-            interpreted=interpreting() and importlib.util.find_spec("triton") is not None,
+            interpreted=interpreted,
         )
     properties = torch.cuda.get_device_properties(device)
     return DeviceFingerprint(
@@ -127,6 +128,7 @@ def fingerprint(device: torch.device) -> DeviceFingerprint:
         triton=triton,
         cuda=torch.version.cuda or f"hip-{torch.version.hip}",
         cublas=_cublas_version(),
+        interpreted=interpreted,
         arch=properties.gcnArchName.partition(":")[0] if torch.version.hip else "",
     )
 
