@@ -177,6 +177,13 @@ def test_every_name_of_tmm_that_a_script_uses_exists() -> None:
         assert not missing(ast.parse(path.read_text("utf-8"))), path.name
 
 
+def test_the_page_of_benchmarks_names_every_script() -> None:
+    page = (ROOT / "benchmarks" / "README.md").read_text("utf-8")
+    for path in (ROOT / "benchmarks").glob("*.py"):
+        if "__main__" in path.read_text("utf-8"):
+            assert re.search(rf"[`/]{path.stem}\b", page), path.name
+
+
 @pytest.mark.parametrize(
     ("text", "names"),
     [

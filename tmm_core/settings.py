@@ -30,7 +30,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar, Token
 from dataclasses import dataclass
 from numbers import Real
@@ -141,10 +141,21 @@ def flag(text: str) -> bool:
         raise ValueError("expected 1 or 0") from None
 
 
-def _size(text: str) -> int | None:
+def number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"found {text!r}, accepted is a number") from None
+
+
+def _size(text: str) -> int:
     from tmm_cache.size_limits import parse_size  # importing tmm_core imports no cache
 
-    return parse_size(text)
+    with suppress(ValueError):
+        if (size := parse_size(text)) is not None:
+            return size
+    # For the cache's folder 0 is no limit. Here it would be the default, without a word.
+    raise ValueError(f"found {text!r}, accepted is a size like 64M or 2G, above 0")
 
 
 def names(text: str) -> frozenset[str]:
@@ -165,9 +176,9 @@ VARIABLES: dict[str, tuple[str, Any]] = {
     "batch_invariant": ("TMM_BATCH_INVARIANT", flag),
     "static_weights": ("TMM_STATIC_WEIGHTS", flag),
     "arithmetic": ("TMM_ARITHMETIC", lambda text: text.strip() or None),
-    "tune_budget": ("TMM_TUNE_BUDGET", float),
+    "tune_budget": ("TMM_TUNE_BUDGET", number),
     "tune_memory": ("TMM_TUNE_MEMORY", _size),
-    "tune_share": ("TMM_TUNE_SHARE", float),
+    "tune_share": ("TMM_TUNE_SHARE", number),
     "progress": ("TMM_PROGRESS", flag),
 }
 

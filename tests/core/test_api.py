@@ -419,7 +419,10 @@ def test_override_nests_and_ends() -> None:
     [
         ("TMM_ON_CACHE_MISS", "always", "one of tune, background, heuristic, error"),
         ("TMM_TUNE_BUDGET", "-1", "positive seconds"),
-        ("TMM_TUNE_BUDGET", "soon", "could not convert"),
+        ("TMM_TUNE_BUDGET", "soon", "found 'soon', accepted is a number"),
+        ("TMM_TUNE_SHARE", "10%", "found '10%', accepted is a number"),
+        ("TMM_TUNE_MEMORY", "0", "found '0', accepted is a size like 64M or 2G, above 0"),
+        ("TMM_TUNE_MEMORY", "0.0k", "accepted is a size like 64M or 2G, above 0"),
         ("TMM_TUNE_MEMORY", "much", "accepted is a size like 64M"),
         ("TMM_PROGRESS", "maybe", "expected 1 or 0"),
     ],

@@ -14,6 +14,9 @@ CALLS = "tests/core/test_boundaries_calls.py"
 STORED = "tests/core/test_boundaries_stored.py"
 
 OUTER = [
+    Mutant("outer-no-tune-memory", "tmm_core/settings.py",
+           "if (size := parse_size(text)) is not None:", "if (size := parse_size(text) or 1):",
+           "TMM_TUNE_MEMORY=0 is a limit of one byte", ("tests/core/test_api.py::test_invalid_environment",)),
     Mutant("outer-names-of-layouts", "spec/supports.py",
            "            _check_names(f\"layouts[{name!r}]\", value, _LAYOUTS)\n", "",
            "a kernel declares a layout that no problem has",
