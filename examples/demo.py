@@ -87,7 +87,9 @@ def interpreted() -> int:
     """Tune, run and check every capable kernel under Triton's interpreter."""
     case, device = INTERPRETED_CASE, torch.device("cpu")
     print(
-        f"\nThe Triton kernels in Triton's interpreter, tuned on {case}: tmm-cache show", flush=True
+        f"\nThe Triton kernels in Triton's interpreter, tuned on {case}.\n"
+        "The record, as `tmm-cache show` prints it:",
+        flush=True,
     )
     with warnings_as_notes(TmmWarning, CacheWarning), torch.no_grad():
         call = case.call(device)
