@@ -141,6 +141,9 @@ def test_hqq() -> None:
             Quantized.from_hqq(w_q, {**meta, **change})
     with pytest.raises(ValueError, match="not quantised"):
         Quantized.from_hqq(w_q, {**meta, "quant_scale": True})
+    for name in ("nbits", "group_size", "shape", "scale", "zero"):
+        with pytest.raises(ValueError, match=f"lacks {name}$"):
+            Quantized.from_hqq(w_q, {key: value for key, value in meta.items() if key != name})
 
 
 def test_block_scaled_fp8() -> None:

@@ -13,6 +13,8 @@ from tmm_core.quantized import Quantized
 
 Tensor = torch.Tensor
 
+_REQUIRED = ("nbits", "group_size", "shape", "scale", "zero")
+
 
 def read(w_q: Tensor, meta: Mapping[str, Any]) -> Quantized:
     """The 4-bit weight of an HQQ layer, repacked along K.
@@ -23,9 +25,11 @@ def read(w_q: Tensor, meta: Mapping[str, Any]) -> Quantized:
             ``zero``, both ``[N · K/g, 1]`` and not quantised themselves.
 
     Raises:
-        ValueError: It has another number of bits, groups along N, or quantised scales or zero
-            points; or a tensor has another dtype or shape.
+        ValueError: ``meta`` lacks an entry. The weight has another number of bits, groups along N,
+            or quantised scales or zero points; or a tensor has another dtype or shape.
     """
+    if missing := [name for name in _REQUIRED if name not in meta]:
+        raise ValueError(f"HQQ's meta lacks {', '.join(missing)}")
     if (
         meta["nbits"] != 4
         or meta.get("axis", 1) != 1
