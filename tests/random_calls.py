@@ -304,3 +304,13 @@ def fault_of(call: Call, found: Tensor) -> str | None:
     at = tuple(wrong.nonzero()[0].tolist())
     of = f"{int(wrong.sum())} of {wrong.numel()} elements"
     return f"{of}, as {float(found[at])} for {float(expected[at])} at {at}"
+
+
+def verify(draw: Draw, monkeypatch: Any, *, verified: bool) -> None:
+    """Make a call by a random kernel, and compare it. A kernel that is not ``verified`` must be
+    right without the help of tmm's verification."""
+    call = draw.call()
+    kernel, config = kernel_of(problem_of(call.make, monkeypatch), draw.random)
+    with tmm_core.override(kernel=kernel.name, config=config.to_json(), verify=verified):
+        fault = fault_of(call, call.make())
+    assert fault is None, f"{call.text}, {kernel} {config}: {fault}"

@@ -30,6 +30,20 @@ def fresh() -> Iterator[None]:
     torch._dynamo.reset()
 
 
+@pytest.fixture
+def counts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The number of products of each call that uses several streams."""
+    found: list[int] = []
+    at_once = concurrent_operator._at_once
+
+    def counted(calls: Any, device: Any) -> Any:
+        found.append(len(calls))
+        return at_once(calls, device)
+
+    monkeypatch.setattr(concurrent_operator, "_at_once", counted)
+    return found
+
+
 class Block(nn.Module):
     """Query, key and value, then gate and up, so that each layer needs the one before."""
 
@@ -78,16 +92,8 @@ def _compiled(model: nn.Module, x: Tensor, **more: Any) -> Any:
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("rows", [1, 16, 64])
 @torch.no_grad()
-def test_a_captured_model_gives_its_values(rows: int, bias: bool, monkeypatch: Any) -> None:
+def test_a_captured_model_gives_its_values(rows: int, bias: bool, counts: list[int]) -> None:
     """Fresh inputs in each replay, results poisoned before."""
-    counts: list[int] = []
-    at_once = concurrent_operator._at_once
-
-    def counted(calls: Any, device: Any) -> Any:
-        counts.append(len(calls))
-        return at_once(calls, device)
-
-    monkeypatch.setattr(concurrent_operator, "_at_once", counted)
     model, x = _model(bias), torch.empty(rows, WIDTH, device="cuda", dtype=torch.bfloat16)
     x.normal_()
     with tmm_core.override(on_cache_miss="heuristic"):
@@ -132,16 +138,8 @@ def test_quantised_weights(rows: int) -> None:
 
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")  # torch's own first one
 @torch.no_grad()
-def test_graphs_that_the_compiler_captures(monkeypatch: Any) -> None:
+def test_graphs_that_the_compiler_captures(counts: list[int]) -> None:
     """As by ``mode="reduce-overhead"``: the compiler captures, and owns the memory of results."""
-    counts: list[int] = []
-    at_once = concurrent_operator._at_once
-
-    def counted(calls: Any, device: Any) -> Any:
-        counts.append(len(calls))
-        return at_once(calls, device)
-
-    monkeypatch.setattr(concurrent_operator, "_at_once", counted)
     model, x = _model(False), torch.randn(16, WIDTH, device="cuda", dtype=torch.bfloat16)
     with tmm_core.override(on_cache_miss="heuristic"):
         compiled = _compiled(model, x)

@@ -4,26 +4,13 @@ refuses none."""
 from __future__ import annotations
 
 import time
-import warnings
 from typing import Any
 
 import pytest
 import torch
-from random_calls import Draw, fault_of, kernel_of, problem_of
-
-import tmm_core
+from random_calls import Draw, verify
 
 pytestmark = pytest.mark.gpu
-
-
-def verify(draw: Draw, monkeypatch: Any, verified: bool) -> None:
-    call = draw.call()
-    kernel, config = kernel_of(problem_of(call.make, monkeypatch), draw.random)
-    forced = {"kernel": kernel.name, "config": config.to_json(), "verify": verified}
-    with warnings.catch_warnings(), tmm_core.override(**forced):
-        warnings.simplefilter("error")
-        fault = fault_of(call, call.make())
-    assert fault is None, f"{call.text}, {kernel} {config}: {fault}"
 
 
 @pytest.mark.parametrize("seed", range(15))

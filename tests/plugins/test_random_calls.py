@@ -6,28 +6,18 @@ from typing import Any
 
 import pytest
 import torch
-from random_calls import Draw, fault_of, kernel_of, problem_of
+from random_calls import Draw, fault_of, verify
 
-import tmm_core
 from tmm_core.spec.device import interpreting
 
 pytestmark = pytest.mark.skipif(not interpreting(), reason="Triton is not interpreting")
-
-
-def verify(draw: Draw, monkeypatch: Any) -> None:
-    """One call by an unverified kernel, which must be right without verification's help."""
-    call = draw.call()
-    kernel, config = kernel_of(problem_of(call.make, monkeypatch), draw.random)
-    with tmm_core.override(kernel=kernel.name, config=config.to_json(), verify=False):
-        fault = fault_of(call, call.make())
-    assert fault is None, f"{call.text}, {kernel} {config}: {fault}"
 
 
 @pytest.mark.parametrize("seed", range(12))
 def test_random_calls_are_right(seed: int, monkeypatch: Any) -> None:
     draw = Draw(seed, "cpu", small=True)
     for _ in range(2):
-        verify(draw, monkeypatch)
+        verify(draw, monkeypatch, verified=False)
 
 
 @pytest.mark.parametrize("wrong", [0.05, float("nan")])

@@ -202,7 +202,9 @@ class Plan(_Callable):
                 namespace["plan_same"], renewed = guards, True
 
         namespace["plan_check"] = check
-        packed = [t.nbytes if dense(t) else 0 for t in map(call.__getattribute__, given)]
+        tensors = [getattr(call, name) for name in given]
+        # Once: a plan's calls compare addresses alone.
+        packed = [t.nbytes if dense(t) else 0 for t in tensors]
         namespace["plan_check_out"] = functools.partial(self._check_out, self._shape(call), packed)
         namespace["plan_same"] = _guards(call.tensors) or (lambda *_: False)
         device = call.a.device.type
