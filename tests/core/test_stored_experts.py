@@ -266,16 +266,46 @@ def test_activations_with_a_stored_scale_and_of_plain_layers_are_not_rounded(our
         convert(nn.Sequential(plain), activations="int8")
 
 
-def test_scales_are_read_again_after_they_changed() -> None:
-    scale = nn.Parameter(torch.full((2, 2), 2.0).to(torch.float8_e8m0fnu), False)
-    first = stored_weights.in_fp32(scale)
-    assert first is stored_weights.in_fp32(scale)
-    scale.copy_(torch.ones(2, 2))
-    assert torch.equal(stored_weights.in_fp32(scale), torch.ones(2, 2))
-    scale.data = torch.full((2, 2), 4.0).to(torch.float8_e8m0fnu)
-    assert torch.equal(stored_weights.in_fp32(scale), torch.full((2, 2), 4.0))
+def through_data(scale: nn.Parameter, values: Tensor) -> None:
+    scale.data.copy_(values)  # the parameter's version stays the same
+
+
+def through_numpy(scale: nn.Parameter, values: Tensor) -> None:
+    scale.view(torch.uint8).numpy()[:] = values.to(scale.dtype).view(torch.uint8).numpy()
+
+
+def through_assigned_data(scale: nn.Parameter, values: Tensor) -> None:
+    scale.data = values.to(scale.dtype)
+
+
+WRITES = (nn.Parameter.copy_, through_data, through_numpy, through_assigned_data)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e8m0fnu, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("write", WRITES, ids=lambda write: write.__name__)
+def test_scales_are_read_again_after_they_changed(write: Any, dtype: torch.dtype) -> None:
+    scale = nn.Parameter(torch.full((2, 2), 2.0).to(dtype), False)
+    assert torch.equal(stored_weights.in_fp32(scale), torch.full((2, 2), 2.0))
+    for value in (1.0, 4.0):
+        write(scale, torch.full((2, 2), value))
+        assert torch.equal(stored_weights.in_fp32(scale), torch.full((2, 2), value))
     plain = nn.Parameter(torch.ones(2, 2))
     assert stored_weights.in_fp32(plain).data_ptr() == plain.data_ptr()
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e8m0fnu, torch.bfloat16, torch.float32], ids=str)
+def test_layers_in_8_bit_floats_made_in_inference_mode(dtype: torch.dtype) -> None:
+    fp8 = importlib.import_module("transformers.integrations.finegrained_fp8")
+    with torch.inference_mode():
+        layer = fp8.FP8Linear(64, 32, (128, 128))
+        layer.weight = nn.Parameter(torch.randn(32, 64).to(torch.float8_e4m3fn), False)
+        layer.weight_scale_inv = nn.Parameter(torch.full((1, 1), 0.5).to(dtype), False)
+        convert(nn.Sequential(layer))
+        x = torch.randn(3, 64)
+        for factor in (0.5, 0.25):
+            layer.weight_scale_inv.copy_(torch.full((1, 1), factor))
+            expected = x.double() @ (layer.weight.double() * factor).T
+            torch.testing.assert_close(layer(x).double(), expected, rtol=1e-5, atol=1e-5)
 
 
 TABLE = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)

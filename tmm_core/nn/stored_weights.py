@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from tmm_core import api, foreign, formats
 from tmm_core.formats import grids
@@ -16,9 +15,6 @@ from tmm_core.rounding import quantize
 from tmm_core.spec.arguments import Arguments
 
 Tensor = torch.Tensor
-
-#: Parameters of scales that are not fp32: version, address and values in fp32.
-_known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def quantised(weight: Tensor, format: str) -> Quantized:
@@ -79,20 +75,15 @@ def rounded_rows(x: Tensor, weight: Quantized) -> Tensor:
 
 
 def in_fp32(scale: Tensor) -> Tensor:
-    """The scales of a parameter in fp32, without a gradient. Scales of another dtype are converted
-    once, unless a graph is compiled or captured."""
-    if scale.dtype is torch.float32:
-        return scale.detach()
-    once = not (torch.compiler.is_compiling() or scale.is_meta)
-    once = once and not (scale.is_cuda and torch.cuda.is_current_stream_capturing())
-    state = (scale._version, scale.data_ptr()) if once else None
-    known = _known.get(scale) if once else None
-    if known is not None and known[0] == state:
-        return known[1]  # type: ignore[no-any-return]
+    """The scales of a parameter in fp32, without a gradient.
+
+    They are converted at each call: a write through ``scale.data`` changes neither the parameter's
+    version nor its address.
+    """
     plain = scale.detach()
-    found = grids.factors(
-        plain.view(grids.EXPONENT) if plain.dtype in grids.EXPONENTS else plain, torch.float32
-    )
-    if once:
-        _known[scale] = state, found
-    return found
+    # One operator, but Triton, for which Inductor writes code, has no type for exponents.
+    if plain.dtype is grids.EXPONENT or (
+        plain.dtype in grids.EXPONENTS and torch.compiler.is_compiling()
+    ):
+        return grids.factors(plain.view(grids.EXPONENT), torch.float32)
+    return plain.to(torch.float32)
