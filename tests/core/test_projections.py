@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable
@@ -351,6 +352,59 @@ def test_columns_are_of_the_very_input_as_it_was() -> None:
         product = begun()
         x.mul_(2)
         assert product.of(one.k, x) is None
+
+
+@pytest.mark.parametrize("late", [0, 1])
+@pytest.mark.parametrize("shared", [False, True], ids=["two inputs", "one input"])
+def test_threads_that_begin_one_product_at_once(
+    monkeypatch: pytest.MonkeyPatch, late: int, shared: bool
+) -> None:
+    """Both find no columns yet, and the one whose input is noted first computes them last."""
+    one = Projects()
+    convert(one)
+    product = projections.JointProduct([one.q, one.k])
+    inputs = [torch.randn(3, 8)] * 2 if shared else [torch.randn(3, 8), torch.randn(3, 8)]
+    threads: list[threading.Thread] = []
+    both_begun = threading.Barrier(2, timeout=60)
+    late_computes, other_done = threading.Event(), threading.Event()
+    version, compute = projections._version, projections.JointProduct._product
+    waited: set[int] = set()
+
+    def awaited_version(x: Tensor) -> int:
+        own = threads.index(threading.current_thread())
+        if own not in waited:
+            waited.add(own)
+            both_begun.wait()
+            assert own == late or late_computes.wait(60)
+        return version(x)
+
+    def awaited_product(self: Any, x: Tensor) -> Any:
+        if threading.current_thread() is threads[late]:
+            late_computes.set()
+            assert other_done.wait(60)
+        return compute(self, x)
+
+    columns: dict[tuple[int, Any], Tensor | None] = {}
+
+    def run(own: int) -> None:
+        with torch.no_grad():
+            columns[own, one.q] = product.of(one.q, inputs[own])
+            other_done.set()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(projections, "_version", awaited_version)
+        patch.setattr(projections.JointProduct, "_product", awaited_product)
+        threads += [threading.Thread(target=run, args=(own,)) for own in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    with torch.no_grad():
+        columns |= {(own, one.k): product.of(one.k, inputs[own]) for own in range(2)}
+        assert columns[0, one.q] is not None and columns[1, one.q] is not None
+        for (own, layer), found in columns.items():
+            if found is not None:
+                torch.testing.assert_close(found, layer(inputs[own]))
 
 
 # -- the proof -------------------------------------------------------------------------------------

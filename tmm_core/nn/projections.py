@@ -83,23 +83,36 @@ def _set_product(layers: Sequence[Any], product: JointProduct | None) -> None:
             layer.__dict__["_joint_product"] = product
 
 
+class _Columns:
+    """The projections of one tensor, each until its layer has taken it."""
+
+    def __init__(self, x: Tensor, version: int, columns: dict[int, Tensor]) -> None:
+        self._input, self._version, self._columns = x, version, columns
+
+    def of(self, place: int, x: Tensor) -> Tensor | None:
+        """The projection by the layer at that place; None unless it is of ``x``, as it is now."""
+        if x is not self._input or _version(x) != self._version:
+            return None
+        return self._columns.pop(place, None)
+
+
 class JointProduct:
-    """The joint product of one call of an attention's forward."""
+    """The joint product of one call of an attention's forward.
+
+    Several threads may run one attention at once, and then meet at the product that one of them
+    left in the layers. So a tensor and its projections are one object, which changes as a whole.
+    """
 
     def __init__(self, layers: Sequence[Any]) -> None:
         self._layers = layers
-        self._input: Tensor | None = None
-        self._version = 0
-        self._columns: dict[int, Tensor] = {}
+        self._columns: _Columns | None = None
 
     def of(self, layer: Any, x: Tensor) -> Tensor | None:
         """The projection of ``x`` by ``layer``; None: the layer computes it."""
-        if self._input is None:
-            self._input, self._version = x, _version(x)
-            self._columns = self._product(x)
-        elif x is not self._input or _version(x) != self._version:
-            return None
-        return self._columns.pop(self._layers.index(layer), None)
+        columns = self._columns
+        if columns is None:
+            columns = self._columns = _Columns(x, _version(x), self._product(x))
+        return columns.of(self._layers.index(layer), x)
 
     def _product(self, x: Tensor) -> dict[int, Tensor]:
         layers = self._layers
