@@ -368,9 +368,11 @@ def test_a_rewrite_that_fails_costs_itself_and_a_warning_under_w_error_passes(
     class Rewriting(inductor.Pass):
         option = ""
 
-        def _rewrites(self, graph: Any) -> Any:
-            yield "mm", fails
-            yield "bmm", lambda: done.append("bmm")
+        def _rewrite_all(self, graph: Any) -> None:
+            with inductor._costs_only("mm"):
+                fails()
+            with inductor._costs_only("bmm"):
+                done.append("bmm")
 
     graph = torch.fx.Graph()
     if passes:

@@ -137,9 +137,7 @@ CONVERTED = [
            "a block that was entered within itself ends with the inner one",
            ("tests/core/test_enable.py::test_a_block_may_be_entered_again",)),
     Mutant("enabled-interrupted", "interop/aten.py",
-           "        except BaseException:  # the caller has nothing that would end it\n"
-           "            _change(before)\n",
-           "        except BaseException:\n",
+           "    with _lock, _if_interrupted(_stack[:]):\n", "    with _lock:\n",
            "after Ctrl-C in enable() torch's products stay answered",
            ("tests/core/test_enable.py::test_an_interrupted_block_is_not_in_force",)),
     Mutant("enabled-outside", "interop/aten.py",

@@ -10,7 +10,8 @@ from __future__ import annotations
 import threading
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, get_args
@@ -62,15 +63,11 @@ class Enabled:
     def __enter__(self) -> Enabled:
         with _lock:
             first = not self._entered and _stack[-1:] == [self]
-            before = _stack[:-1] if first else _stack[:]
-            try:
+            with _if_interrupted(_stack[:-1] if first else _stack[:]):
                 if not first:
                     _change([*_stack, self])
                 self._entered = True
                 return self
-            except BaseException:  # there is no block, which would end it
-                _change(before)
-                raise
 
     def __exit__(
         self,
@@ -79,19 +76,11 @@ class Enabled:
         traceback: TracebackType | None,
     ) -> None:
         with _lock:
-            before = _stack[:]
-            try:
-                self._leave(before)
-            except BaseException:  # Ctrl-C, or of a signal's handler
-                self._leave(before)
-                raise
-
-    def _leave(self, stack: list[Enabled]) -> None:
-        """Put in force what is in force in ``stack`` without the innermost block of this."""
-        if self in stack:  # not after disable()
-            others = stack[::-1]
-            others.remove(self)
-            _change(others[::-1])
+            others = _stack[::-1]
+            if self in others:  # not after disable()
+                others.remove(self)
+                with _if_interrupted(others[::-1]):
+                    _change(others[::-1])
 
     def install(self) -> None:
         for name in ENTRY:
@@ -204,25 +193,26 @@ def enable(
     enabled = Enabled(selected, only, mode, compile, _key)
     if _key == "CUDA" and not torch.backends.cuda.is_built():
         enabled.ops = ()  # the report says so
-    with _lock:
-        before = _stack[:]
-        try:
-            _change([*before, enabled])
-            return enabled
-        except BaseException:  # the caller has nothing that would end it
-            _change(before)
-            raise
+    with _lock, _if_interrupted(_stack[:]):
+        _change([*_stack, enabled])
+        return enabled
 
 
 def disable() -> None:
     """Undo every :func:`enable`: torch's own kernels answer, and its graphs are compiled as
     before."""
-    with _lock:
-        try:
-            _change([])
-        except BaseException:  # Ctrl-C, or of a signal's handler
-            _change([])
-            raise
+    with _lock, _if_interrupted([]):
+        _change([])
+
+
+@contextmanager
+def _if_interrupted(stack: list[Enabled]) -> Iterator[None]:
+    """If the block raises, as by Ctrl-C or a signal's handler, put ``stack`` in force."""
+    try:
+        yield
+    except BaseException:
+        _change(stack)
+        raise
 
 
 def _change(stack: list[Enabled]) -> None:

@@ -9,10 +9,10 @@ reads the product from memory and writes it again.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import pkgutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -64,18 +64,8 @@ class Pass(_Pass):  # type: ignore[misc]  # a class of torch without types
     def __call__(self, graph: torch.fx.Graph) -> None:
         for each in self.before:
             each(graph)
-        rewrites = self._rewrites(graph)
-        while True:
-            kept = "the rest of a graph"
-            try:
-                if (found := next(rewrites, None)) is None:
-                    return
-                product, rewrite = found
-                kept = str(product)
-                rewrite()
-            except Exception as error:  # a feature; the graph is compiled as it is
-                reraise(error)
-                warn(f"torch.compile keeps {kept}: tmm's pass raised {error_text(error)}")
+        with _costs_only("the rest of a graph"):
+            self._rewrite_all(graph)
 
     def uuid(self) -> Any:
         """A key for torch's cache of compiled graphs, which changes with the records. None, which
@@ -90,9 +80,18 @@ class Pass(_Pass):  # type: ignore[misc]  # a class of torch without types
             digest.update(_state_of_records().encode())
         return (f"tmm {self.when} {digest.hexdigest()}", *others)
 
-    def _rewrites(self, graph: torch.fx.Graph) -> Iterator[tuple[Node, Callable[[], object]]]:
-        """Yield the products that may be rewritten, each with the function that does so."""
+    def _rewrite_all(self, graph: torch.fx.Graph) -> None:
         raise NotImplementedError
+
+
+@contextmanager
+def _costs_only(rewritten: object) -> Iterator[None]:
+    """Keep a part of the graph as it is if rewriting it raises, with a warning."""
+    try:
+        yield
+    except Exception as error:
+        reraise(error)
+        warn(f"torch.compile keeps {rewritten}: tmm's pass raised {error_text(error)}")
 
 
 class Join(Pass):
@@ -101,10 +100,11 @@ class Join(Pass):
 
     option = "joint_custom_post_pass"
 
-    def _rewrites(self, graph: torch.fx.Graph) -> Iterator[tuple[Node, Callable[[], object]]]:
+    def _rewrite_all(self, graph: torch.fx.Graph) -> None:
         frozen = constants.frozen(graph)
         for gate, up in tails.pairs(graph) if frozen else ():
-            yield gate.product, functools.partial(self._join, graph, gate, up, frozen)
+            with _costs_only(gate.product):
+                self._join(graph, gate, up, frozen)
 
     def _join(self, graph: torch.fx.Graph, gate: Tail, up: Tail, frozen: set[Node]) -> None:
         product = constants.join(graph, gate, up, frozen)
@@ -127,11 +127,13 @@ class Rewrite(Pass):
 
     option = "post_grad_custom_pre_pass"
 
-    def _rewrites(self, graph: torch.fx.Graph) -> Iterator[tuple[Node, Callable[[], object]]]:
+    def _rewrite_all(self, graph: torch.fx.Graph) -> None:
         for tail in tails.tails(graph):
-            yield tail.product, functools.partial(self._rewrite, graph, tail)
+            with _costs_only(tail.product):
+                self._rewrite(graph, tail)
         for products in shared_input.groups(graph):
-            yield products[0].node, functools.partial(self._share, graph, products)
+            with _costs_only(products[0].node):
+                self._share(graph, products)
 
     def _share(self, graph: torch.fx.Graph, products: list[Product]) -> None:
         able = [p for p in products if p.is_ours or self.when == "always" or _is_decided(p.node)]
@@ -211,11 +213,8 @@ def is_installed() -> bool:
 
 def install() -> None:
     """Set the passes for all graphs compiled from now on in this process."""
-    config = compat.inductor_config()
-    for kind in PASSES:
-        before = getattr(config, kind.option)
-        if not _has_pass(before):
-            setattr(config, kind.option, kind("records", before))
+    for name, value in inductor_options().items():
+        setattr(compat.inductor_config(), name, value)
 
 
 def uninstall() -> None:
@@ -277,30 +276,22 @@ def alone_of(problem: Problem) -> Problem:
 def problem_of(tail: Tail, terms: Any) -> Problem:
     """Return the problem of the rewritten call, with the example's value of each dynamic size."""
     a, b, bias, residual, alpha = terms
-    device, fp32 = a.meta["val"].device, a.meta["val"].dtype is torch.float32
-    added = residual
+    device, dtype = a.meta["val"].device, a.meta["val"].dtype
     with compat.without_modes():
-        if tail.residual is not None:
-            added = torch.empty(
-                _hints(tail.result_shape),
-                dtype=a.meta["val"].dtype,
-                device="meta",
-            )
-        call = Arguments(
-            _like(a),
-            _like(b),
-            None if bias is None else _like(bias),
-            _like(added) if isinstance(added, Node) else added,
-            alpha,
-            tail.epilogue,
-        )
+        if tail.residual is None:
+            added = _like(residual)
+        else:
+            added = torch.empty(_hints(tail.result_shape), dtype=dtype, device="meta")
+        call: Any = Arguments(_like(a), _like(b), _like(bias), added, alpha, tail.epilogue)
         problem, _ = warm.pose(call, warm.epilogue_of(tail.epilogue), settings.current())
-    tf32 = fp32 and device.type == "cuda" and warm._tf32()
+    tf32 = dtype is torch.float32 and device.type == "cuda" and warm._tf32()
     return replace(problem, device=fingerprint(device), tf32=tf32)
 
 
-def _like(node: Node) -> torch.Tensor:
+def _like(node: Node | None) -> torch.Tensor | None:
     """Return a meta tensor with the shape, strides and dtype of the node's value."""
+    if node is None:
+        return None
     val = node.meta["val"]
     shape, strides = _hints(val.shape), _hints(val.stride())
     return torch.empty_strided(shape, strides, dtype=val.dtype, device="meta")
