@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -279,7 +280,7 @@ def test_each_further_stream_waits_and_is_waited_for(
 
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: fake.stream("main"))
     monkeypatch.setattr(torch.cuda, "stream", inside)
-    monkeypatch.setattr(concurrent_operator._streams, "of", lambda device: further)
+    monkeypatch.setattr(concurrent_operator, "_streams", lambda device, thread: further)
     monkeypatch.setattr(concurrent_operator, "run", run)
     given: Any = [(number,) for number in range(3)]
     if fails is None:
@@ -301,11 +302,12 @@ def test_each_further_stream_waits_and_is_waited_for(
 def test_streams_of_a_thread_and_device(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Any] = []
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: made.append(device) or object())
-    streams = concurrent_operator._Streams()
+    streams = functools.cache(concurrent_operator._streams.__wrapped__)
     one, other = torch.device("cuda", 0), torch.device("cuda", 1)
-    assert streams.of(one) is streams.of(one)
-    assert streams.of(other) is not streams.of(one)
-    assert made == [one] * 3 + [other] * 3
+    assert streams(one, 1) is streams(one, 1)
+    assert streams(other, 1) is not streams(one, 1)
+    assert streams(one, 2) is not streams(one, 1)
+    assert made == [one] * 3 + [other] * 3 + [one] * 3
 
 
 # -- tracing ---------------------------------------------------------------------------------------

@@ -129,12 +129,6 @@ class Enabled:
                     f"while the GPU was the limit saved {operator.saved_us / 1e3:.1f} ms"
                 )
 
-    def again(self) -> None:
-        """Answer the operators again that were left to torch."""
-        for each in self.answered.values():
-            if each.left:
-                each.left, each.slowed = "", 0
-
 
 _lock = threading.RLock()
 #: All enabled blocks, also one within itself. Only the last, the innermost, is in force.
@@ -236,8 +230,9 @@ def _answer_anew() -> None:
     """Answer the operators again that were left to torch, since records, settings or plugins
     changed."""
     with _lock:
-        for each in _stack:
-            each.again()
+        for operator in [each for enabled in _stack for each in enabled.answered.values()]:
+            if operator.left:
+                operator.left, operator.slowed = "", 0
         if _stack:
             _stack[-1].install()
 

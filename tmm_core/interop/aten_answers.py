@@ -201,16 +201,13 @@ class Operator:
                 if not isinstance(error, _LeftError):
                     self.declined = str(error)
                 return _keep_for_good(key)
-            self._warn(error)
+            if not self._warned:
+                self._warned = True
+                warn(
+                    f"torch answers a call of {self.name}, and others that fail likewise: choosing "
+                    f"a kernel raised {error_text(error)}"
+                )
         return _keep(key, THROUGH)
-
-    def _warn(self, error: BaseException) -> None:
-        if not self._warned:
-            self._warned = True
-            warn(
-                f"torch answers a call of {self.name}, and others that fail likewise: choosing a "
-                f"kernel raised {error_text(error)}"
-            )
 
     def _chosen(self, key: Any, call: Any, wrap: Any) -> Answer:
         if (outer := launching()) is not None:

@@ -12,6 +12,7 @@ gradients are needed, the products are separate calls.
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -40,22 +41,11 @@ SHARED = tuple(role.name for role in _ROLES if role.name not in OWN)
 _IS_OWN = tuple(role.name in OWN for role in _ROLES)
 
 
-class _Streams(threading.local):
-    """The further streams of this thread, by device. A capture takes a stream for itself, so that
-    threads share none."""
-
-    def __init__(self) -> None:
-        self._by_device: dict[torch.device, list[torch.cuda.Stream]] = {}
-
-    def of(self, device: torch.device) -> list[torch.cuda.Stream]:
-        found = self._by_device.get(device)
-        if found is None:
-            found = [torch.cuda.Stream(device) for _ in range(_STREAMS)]
-            self._by_device[device] = found
-        return found
-
-
-_streams = _Streams()
+@functools.cache
+def _streams(device: torch.device, thread: int) -> list[torch.cuda.Stream]:
+    """The further streams of a thread. A capture takes a stream for itself, so that threads share
+    none."""
+    return [torch.cuda.Stream(device) for _ in range(_STREAMS)]
 
 
 def arguments(calls: list[Arguments]) -> tuple[Any, ...]:
@@ -84,7 +74,8 @@ def _run(*given: Any) -> list[Tensor]:
 
 def _at_once(calls: list[tuple[Any, ...]], device: torch.device) -> list[Tensor]:
     """Compute the first product on the current stream, the others on further streams."""
-    here, further = torch.cuda.current_stream(device), _streams.of(device)
+    here = torch.cuda.current_stream(device)
+    further = _streams(device, threading.get_ident())
     ready, ended = here.record_event(), []
     results = []
     try:
