@@ -5,15 +5,11 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, cast
+from typing import Literal
 
-import torch
 from torch import nn
-
-from tmm_core.errors import warn
-from tmm_core.quantized import Quantized
 
 #: ``linear``: a layer's product is tmm's. ``epilogue``: with the activation after it in the kernel.
 #: ``gated``: gate and up projection in one product. ``experts``: the experts of Transformers'
@@ -50,25 +46,6 @@ class NotFused:
     reason: str
 
 
-class Swap(NamedTuple):
-    """A module, where it is, its own class and the one it was given."""
-
-    module: nn.Module
-    path: str
-    before: type[nn.Module]
-    after: type[nn.Module]
-
-
-class Rounded(NamedTuple):
-    """A weight that was rounded to a format."""
-
-    layer: nn.Module
-    name: str
-    weight: nn.Parameter
-    dtype: torch.dtype
-    requires_grad: bool
-
-
 @dataclass
 class Report:
     """The result of :func:`convert`: ``print()`` it, or ``undo()`` it. True if anything changed."""
@@ -79,11 +56,10 @@ class Report:
     not_fused: list[NotFused] = field(default_factory=list)
     #: Further notes, a sentence each.
     notes: list[str] = field(default_factory=list)
-    swaps: list[Swap] = field(default_factory=list, repr=False)
-    #: Weights that were rounded to a format.
-    rounded: list[Rounded] = field(default_factory=list, repr=False)
-    #: Modules, each with the name of an attribute that was set.
-    switched: list[tuple[nn.Module, str]] = field(default_factory=list, repr=False)
+    #: Paths of the weights that were rounded to a format.
+    rounded: list[str] = field(default_factory=list)
+    #: Functions that take back one step each, in the order of the steps.
+    undos: list[Callable[[], object]] = field(default_factory=list)
 
     def __repr__(self) -> str:
         counts = (
@@ -98,22 +74,9 @@ class Report:
         A module whose class other code has changed since is left as it is, with a warning. A second
         call does nothing.
         """
-        for module, name in self.switched:
-            module.__dict__.pop(name, None)
-        for module, path, before, after in reversed(self.swaps):
-            if type(module) is not after:
-                warn(f"{path} is now a {type(module).__name__}, not convert()'s; left as it is")
-                continue
-            if hasattr(after, "_swapped_out"):
-                module._swapped_out()  # type: ignore[operator]
-            module.__class__ = before
-        for layer, name, weight, dtype, requires_grad in self.rounded:
-            if layer._parameters.get(name) is weight:
-                values = cast(Quantized, weight.to(dtype)).dequantize().contiguous()
-                layer._parameters[name] = nn.Parameter(values, requires_grad)
+        while self.undos:
+            self.undos.pop()()
         self.rounded.clear()
-        self.switched.clear()
-        self.swaps.clear()
         self.changes.clear()
 
     def __bool__(self) -> bool:

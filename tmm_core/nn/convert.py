@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tmm_core.errors import reraise
+from tmm_core.errors import reraise, warn
 from tmm_core.nn import (
     conv1d,
     experts,
@@ -31,7 +31,7 @@ from tmm_core.nn import (
     unreached,
 )
 from tmm_core.nn.classes import own, subclass
-from tmm_core.nn.conversion_report import Change, LeftAlone, NotFused, Report, Rounded, Swap
+from tmm_core.nn.conversion_report import Change, LeftAlone, NotFused, Report
 from tmm_core.nn.joint_storage import against_one_product
 from tmm_core.nn.linear import Linear
 from tmm_core.nn.together import Together
@@ -278,7 +278,7 @@ class _Conversion:
     def _switch(self, module: nn.Module, name: str) -> None:
         if hasattr(type(module), name) and not getattr(module, name):
             setattr(module, name, True)
-            self._report.switched.append((module, name))
+            self._report.undos.append(functools.partial(module.__dict__.pop, name, None))
 
     def _quantise(self, format: str) -> None:
         """Round the weights of the layers and experts whose products are tmm's."""
@@ -304,8 +304,9 @@ class _Conversion:
                 continue
             rounded = nn.Parameter(stored.mT if turned else stored, requires_grad=False)
             layer._parameters[name] = rounded
-            made = Rounded(layer, name, rounded, weight.dtype, weight.requires_grad)
-            self._report.rounded.append(made)
+            self._report.rounded.append(self._within(layer, name))
+            given = layer, name, rounded, weight.dtype, weight.requires_grad
+            self._report.undos.append(functools.partial(_replace_rounded, *given))
         for module in self._paths:
             if isinstance(module, Together):
                 module.merge()
@@ -323,7 +324,8 @@ class _Conversion:
 
     def _swap(self, module: nn.Module, after: Any) -> None:
         before, module.__class__ = type(module), after
-        self._report.swaps.append(Swap(module, self._path(module), before, after))
+        undo = functools.partial(_swap_back, module, self._path(module), before, after)
+        self._report.undos.append(undo)
         if hasattr(after, "_swapped_in"):
             module._swapped_in()  # type: ignore[operator]
 
@@ -348,6 +350,24 @@ class _Conversion:
 
     def _within(self, module: nn.Module, name: str) -> str:
         return f"{self._paths[module]}.{name}".lstrip(".")
+
+
+def _swap_back(module: Any, path: str, before: type[nn.Module], after: Any) -> None:
+    if type(module) is not after:
+        warn(f"{path} is now a {type(module).__name__}, not convert()'s; left as it is")
+        return
+    if hasattr(after, "_swapped_out"):
+        module._swapped_out()
+    module.__class__ = before
+
+
+def _replace_rounded(
+    layer: nn.Module, name: str, rounded: Any, dtype: torch.dtype, requires_grad: bool
+) -> None:
+    """Replace a rounded weight by its values, unless other code has replaced it."""
+    if layer._parameters.get(name) is rounded:
+        values = rounded.to(dtype).dequantize().contiguous()
+        layer._parameters[name] = nn.Parameter(values, requires_grad)
 
 
 def _grouped(kind: Any) -> Any:
