@@ -26,6 +26,8 @@ from tmm_core.spec.launcher import Bound
 from tmm_core.spec.operand import Operand, Scale
 from tmm_core.spec.steps import drained
 from tmm_core.tuning import tuner
+from tmm_core.tuning.findings import Findings
+from tmm_core.tuning.untried import unmeasured
 
 DEVICE = DeviceFingerprint(
     type="cpu", name="Fake H200", capability=(9, 0), sm_count=132, torch="2", triton="3"
@@ -193,9 +195,27 @@ class FakeTimer:
         yield from ()
         return self.measure(runs, rounds, **chain)
 
+    def release(self) -> None:
+        """Nothing is held."""
+
 
 class Tuner(tuner.Tuner):
-    """A tuner whose steps are taken at once."""
+    """A tuner whose steps may be taken at once, and that times the kernels that a record lacks."""
+
+    def steps(
+        self,
+        problem: Problem,
+        kernels: Sequence[Any],
+        settings: Any,
+        before: TuningRecord | None = None,
+        *,
+        new: Sequence[Any] | None = None,
+        findings: Findings | None = None,
+        **options: Any,
+    ) -> Any:
+        new = unmeasured(problem, kernels, before) if new is None else new
+        given = {**options, "new": new, "findings": findings or Findings()}
+        return super().steps(problem, kernels, settings, before, **given)
 
     def tune(self, *arguments: Any, **options: Any) -> TuningRecord:
         return drained(self.steps(*arguments, **options))

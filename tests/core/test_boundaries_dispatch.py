@@ -384,18 +384,20 @@ def test_a_chain_has_two_calls_unless_memory_has_room_for_one_alone() -> None:
     assert cold_operands.copies(small) == cold_operands.MOST_COPIES
 
 
-def test_groups_are_drawn_in_turn_unless_their_results_fill_the_memory() -> None:
+def test_groups_are_drawn_in_turn_unless_their_results_fill_the_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     grouped = problem(m=8, n=4, k=4, device=GPU, groups=Groups(2, "m"))
     inputs = cold_operands.random_inputs.make(replace(grouped, device=DEVICE), torch.device("cpu"))
     every = cold_operands.SIZE_SAMPLES * grouped.sizes["out"]
-    assert (
-        len(cold_operands.rotated(inputs, grouped, 1, limit=2 * every))
-        == cold_operands.SIZE_SAMPLES
-    )
-    assert len(cold_operands.rotated(inputs, grouped, 1, limit=2 * every - 1)) == 1
-    assert len(cold_operands.rotated(inputs, grouped, 20, limit=2 * every)) == max(
-        20, cold_operands.SIZE_SAMPLES
-    )
+
+    def calls(count: int, limit: float) -> int:
+        monkeypatch.setattr(cold_operands, "copies", lambda problem, limit: count)
+        return len(cold_operands.rotated(inputs, grouped, limit))
+
+    assert calls(1, 2 * every) == cold_operands.SIZE_SAMPLES
+    assert calls(1, 2 * every - 1) == 1
+    assert calls(20, 2 * every) == max(20, cold_operands.SIZE_SAMPLES)
 
 
 @pytest.mark.parametrize("shape", [(3, 5), (1, 7), (0, 4)])

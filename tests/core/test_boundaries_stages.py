@@ -786,21 +786,18 @@ def test_which_times_are_charged_to_the_budget(
     monkeypatch.setattr(tuner, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     freed: list[bool] = []
     waits: list[Any] = []
-    one = tuner.Tuner(
-        compilers=SimpleNamespace(are_starting=lambda pending: starting),  # type: ignore[arg-type]
-        timer=SimpleNamespace(),  # type: ignore[arg-type]
-    )
+    one = tuner.Tuner(compilers=SimpleNamespace(are_starting=lambda pending: starting))  # type: ignore[arg-type]
 
     def steps() -> Any:
         waits.append((yield "pending"))
 
     deadline = Deadline(50.0)
-    released: Any = SimpleNamespace(release=lambda timer: freed.append(timer))
+    released: Any = SimpleNamespace(release=lambda: freed.append(True))
     taken = one._run(released, steps(), deadline)
     assert next(taken) == "pending"  # type: ignore[comparison-overlap]
     with pytest.raises(StopIteration):
         taken.send(rested)
-    assert (deadline.at, deadline.rested, waits, freed) == (at, rests, [rested], [False])
+    assert (deadline.at, deadline.rested, waits, freed) == (at, rests, [rested], [True])
 
 
 def test_pauses_while_kernels_are_queried_are_not_charged(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -842,7 +839,7 @@ def test_a_tuning_that_is_closed_frees_its_memory_in_its_own_process(
             closed.append(True)
 
     one = tuner.Tuner(compilers=SimpleNamespace(are_starting=lambda pending: False))  # type: ignore[arg-type]
-    released: Any = SimpleNamespace(release=lambda timer: freed.append(timer))
+    released: Any = SimpleNamespace(release=lambda: freed.append(True))
     taken = one._run(released, steps(), Deadline(50.0))
     next(taken)
     if forked:

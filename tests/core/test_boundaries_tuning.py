@@ -611,21 +611,24 @@ def test_the_memory_of_what_is_timed_is_the_smaller_of_both_limits(
         cold_operands.Copies(instance, CPU, instance.bytes - 1)
 
 
-def test_a_chain_of_groups_has_every_sample_of_their_sizes() -> None:
+def test_a_chain_of_groups_has_every_sample_of_their_sizes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from tmm_core.verify import random_inputs
 
     instance = problem(m=64, groups=Groups(4, "m"))
     inputs = random_inputs.make(instance, CPU)
     assert len(rotated(inputs, instance)) == 2
     on_gpu = replace(instance, device=GPU)
-    chain = rotated(inputs, on_gpu, count=2, limit=1e12)
+    monkeypatch.setattr(cold_operands, "copies", lambda problem, limit: 2)
+    chain = rotated(inputs, on_gpu, limit=1e12)
     assert len(chain) == SIZE_SAMPLES
     offs = {tuple(each.rows.offs.tolist()) for each in chain if each.rows}
     assert len(offs) > 3
     assert [each.b is chain[i % 2].b for i, each in enumerate(chain)] == [True] * SIZE_SAMPLES
     least = 2 * SIZE_SAMPLES * on_gpu.sizes["out"]
-    assert len(rotated(inputs, on_gpu, count=2, limit=least)) == SIZE_SAMPLES
-    assert len(rotated(inputs, on_gpu, count=2, limit=least - 1)) == 2
+    assert len(rotated(inputs, on_gpu, limit=least)) == SIZE_SAMPLES
+    assert len(rotated(inputs, on_gpu, limit=least - 1)) == 2
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int8, torch.complex128])

@@ -839,23 +839,24 @@ def test_distributions_have_empty_groups(distribution: ragged_inputs.Sizes) -> N
     assert ragged_inputs.ends_of(1, 7, chance, distribution) == [7]
 
 
-def test_both_distributions_are_timed_and_verified() -> None:
+def test_both_distributions_are_timed_and_verified(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = cpu_problem()
     inputs = random_inputs.make(problem, torch.device("cpu"), seed=0)
     assert cold_operands.copies(problem) == 2
-    first, second = cold_operands.rotated(inputs, problem, 2)
+    first, second = cold_operands.rotated(inputs, problem)
     assert first.rows is not None
     assert second.rows is not None
     assert first.rows.offs.tolist() == list(first.rows.ends)
     assert second.rows.offs.tolist() != list(first.rows.ends)
     # A chain on a GPU takes more draws than copies, if there is memory for the outputs.
     on_gpu = replace(problem, device=HOPPER)
-    calls = cold_operands.rotated(inputs, on_gpu, 2)
+    monkeypatch.setattr(cold_operands, "copies", lambda problem, limit: 2)
+    calls = cold_operands.rotated(inputs, on_gpu)
     drawn = {tuple(each.rows.offs.tolist()) for each in calls}
     assert len(calls) == ragged_inputs.SIZE_SAMPLES
     assert len(drawn) > 3
     assert [each.b.data_ptr() for each in calls[:2]] * 3 == [each.b.data_ptr() for each in calls]
-    assert len(cold_operands.rotated(inputs, on_gpu, 2, limit=1e4)) == 2
+    assert len(cold_operands.rotated(inputs, on_gpu, limit=1e4)) == 2
     dense, padded = DataSets(problem, torch.device("cpu"), 1 << 24, sampled=False).sets()
     assert dense.inputs.rows is not None
     assert padded.inputs.rows is not None

@@ -68,21 +68,18 @@ def memory_limit(device: torch.device) -> float:
     return min(MEMORY_LIMIT, free_memory(device) / 4)
 
 
-def rotated(
-    arguments: T, problem: Problem, count: int | None = None, limit: float | None = None
-) -> list[T]:
+def rotated(arguments: T, problem: Problem, limit: float | None = None) -> list[T]:
     """Return the arguments of a chain's calls: variants of a dataclass of tensors, with copies of
     the rotating tensors. On a GPU a grouped product gets at least one call per sample of group
     sizes, unless their outputs would exceed half of the limit.
 
     Args:
-        count: The number of variants; by default :func:`copies`.
         limit: Bytes that the variants may take; by default :func:`memory_limit`.
     """
     names = rotating(problem)
     given: Any = arguments
     limit = memory_limit(given.b.device) if limit is None else limit
-    count = copies(problem, limit) if count is None else count
+    count = copies(problem, limit)
     variants = [arguments] + [
         dataclasses.replace(given, **{name: duplicate(getattr(given, name)) for name in names})
         for _ in range(count - 1)

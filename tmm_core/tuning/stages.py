@@ -110,14 +110,9 @@ class Tuning:
         # Made once kernels are compiled. Until then another tuning may hold the memory.
         return Copies(self._problem, self._device, self._share)
 
-    def release(self, timer: bool) -> None:
-        """Cancel compilations, and free the tensors held for measuring.
-
-        Args:
-            timer: Also free the timer's, which belongs to this tuning.
-        """
-        if timer:
-            self._timer.release()
+    def release(self) -> None:
+        """Cancel compilations, and free the tensors held for measuring."""
+        self._timer.release()
         self._launchers.release()
         self._verifier.release()
 

@@ -41,7 +41,6 @@ from tmm_core.tuning.ranking import decide, identity
 from tmm_core.tuning.search import NO_HINTS, Hints, Search
 from tmm_core.tuning.stages import Tuning
 from tmm_core.tuning.timing import GraphTimer, HostTimer, timer_for
-from tmm_core.tuning.untried import unmeasured
 from tmm_core.verify.environment_faults import verdicts
 from tmm_core.verify.verifier import Verifier
 
@@ -73,9 +72,9 @@ class Tuner:
         settings: Settings,
         before: TuningRecord | None = None,
         *,
+        new: Sequence[Kernel[Any]],
+        findings: Findings,
         hints: Hints = NO_HINTS,
-        new: Sequence[Kernel[Any]] | None = None,
-        findings: Findings | None = None,
         spent: float = 0.0,
     ) -> Steps[TuningRecord]:
         """Time the kernels missing in ``before``, together with BLAS and its winner.
@@ -88,10 +87,10 @@ class Tuner:
         Resume it on the device and stream on which it was started.
 
         Args:
-            hints: Winners of near problems, or of this one elsewhere, which are tried first.
-            new: The kernels to time; by default the kernels that ``before`` lacks.
+            new: The kernels to time.
             findings: Filled with findings that the record does not state. The caller reports them
                 once the record is saved.
+            hints: Winners of near problems, or of this one elsewhere, which are tried first.
             spent: Seconds of the budget that finding ``kernels`` took.
 
         Raises:
@@ -101,8 +100,6 @@ class Tuner:
         """
         started = time.monotonic()
         deadline = Deadline(started - spent + settings.tune_budget)
-        findings = Findings() if findings is None else findings
-        new = unmeasured(problem, kernels, before) if new is None else new
         if before is not None and not new:
             return before
         # Torch refuses some ragged products; then there is no baseline.
@@ -195,7 +192,7 @@ class Tuner:
             yield from self._charged(steps, deadline)
         finally:
             if process == os.getpid():  # a forked child cannot use its parent's GPU
-                tuning.release(timer=self.timer is None)
+                tuning.release()
 
     def _charged(self, steps: Steps[T], deadline: Deadline) -> Steps[T]:
         """Run ``steps``. Pauses, and the start of compile processes, are not charged to the
