@@ -35,6 +35,7 @@ from tmm_core.spec.device import DeviceFingerprint
 from tmm_core.spec.kernel import Candidate, Kernel
 from tmm_core.spec.launcher import BASELINE
 from tmm_core.spec.problem import Problem
+from tmm_core.spec.steps import drained
 from tmm_core.tuning.search import Search
 
 RECORDS = Path(tmm_core.__file__).parent / "records"
@@ -103,7 +104,8 @@ def replayed(problem: Problem, document: dict[str, Any], kernels: list[Kernel[An
             except Exception:
                 continue  # of another version
             known[candidate] = min(us, known.get(candidate, math.inf))
-    search = Search(problem, able, able)
+    search = Search(problem, able)
+    drained(search.query(able))
     scale = dict.fromkeys(able, 1.0)
     for candidate, us in known.items():
         estimate = search._estimates.get(candidate)

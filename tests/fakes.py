@@ -27,6 +27,7 @@ from tmm_core.spec.operand import Operand, Scale
 from tmm_core.spec.steps import drained
 from tmm_core.tuning import tuner
 from tmm_core.tuning.findings import Findings
+from tmm_core.tuning.search import NO_HINTS, Hints, Search
 from tmm_core.tuning.untried import unmeasured
 
 DEVICE = DeviceFingerprint(
@@ -197,6 +198,20 @@ class FakeTimer:
 
     def release(self) -> None:
         """Nothing is held."""
+
+
+def searched(
+    problem: Problem,
+    kernels: Sequence[Any],
+    new: Sequence[Any],
+    before: TuningRecord | None = None,
+    hints: Hints = NO_HINTS,
+    **options: Any,
+) -> Search:
+    """A search whose kernels were queried."""
+    search = Search(problem, new, hints)
+    drained(search.query(kernels, before, **options))
+    return search
 
 
 class Tuner(tuner.Tuner):

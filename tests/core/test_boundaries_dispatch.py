@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from fakes import DEVICE, FakeBlas, FakeConfig, FakeKernel, dispatcher, problem, settings
+from fakes import DEVICE, FakeBlas, FakeConfig, FakeKernel, dispatcher, problem, searched, settings
 from msgspec.structs import replace as revised
 from test_invariant import Summing, chosen, weight_problem
 from test_invariant import timed as timed_by_m
@@ -531,7 +531,7 @@ def proposed(
     *kernels: FakeKernel, hints: Sequence[tuple[str, dict[str, Any]]] = (), **fields: Any
 ) -> Search:
     given = Hints(hints, close=True) if hints else Hints()
-    return Search(problem(**fields), kernels, kernels, None, given)
+    return searched(problem(**fields), kernels, kernels, None, given)
 
 
 def test_a_config_that_may_just_be_worth_it_is_tried() -> None:

@@ -23,6 +23,7 @@ from fakes import (
     Tuner,
     dispatcher,
     problem,
+    searched,
     settings,
 )
 from msgspec.structs import replace as revised
@@ -53,7 +54,7 @@ from tmm_core.tuning.candidate_run import (
 )
 from tmm_core.tuning.cold_operands import LaunchError
 from tmm_core.tuning.findings import Findings
-from tmm_core.tuning.search import CAUTION, Hints, Search, _hinted, _incumbent, _interleaved
+from tmm_core.tuning.search import CAUTION, Hints, _hinted, _incumbent, _interleaved
 from tmm_core.tuning.stages import Tuning, _repeats, _unverified
 from tmm_core.tuning.timing import HostTimer
 from tmm_core.tuning.untried import Left, Untried
@@ -522,7 +523,7 @@ def test_after_a_wrong_winner_those_that_it_kept_out_race(
     stubs: Any = one
     stubs._search = stubs._measure_inside = lambda _: iter(())
     stubs._race, stubs._verify_whole = race, verify
-    drained(one.run(Search(problem(), [], [])))
+    drained(one.run(searched(problem(), [], [])))
     assert seen == races
 
 
@@ -905,7 +906,7 @@ def test_estimates_are_trusted_more_after_more_timings(count: int) -> None:
     estimates = {tile: 10.0 + tile for tile in range(1, 31)}
     kernel.estimate_us = lambda problem, config: estimates[config.tile]  # type: ignore[method-assign]
     for best, may in ((11.0 * scale, False), (11.0 * scale + 0.001, True)):
-        one = Search(problem(), [kernel], [kernel])
+        one = searched(problem(), [kernel], [kernel])
         one._handed = {c for c in one._estimates if c.config.to_json()["tile"] != 1}
         others = [c for c in one._estimates if c.config.to_json()["tile"] > 26][:count]
         ratios = [2.0, 3.0, 4.0, 5.0]
@@ -918,7 +919,7 @@ def test_estimates_are_trusted_more_after_more_timings(count: int) -> None:
 
 def test_a_kernel_without_a_time_has_not_lost() -> None:
     fast, new = FakeKernel("fast", estimate=1.0), FakeKernel("new", estimate=9.0)
-    one = Search(problem(), [fast, new], [fast, new])
+    one = searched(problem(), [fast, new], [fast, new])
     times = {Candidate(fast, FakeConfig()): 1.0}
     assert one.lost([Candidate(new, FakeConfig())], times) == []
     assert one.lost([Candidate(fast, FakeConfig())], {Candidate(fast, FakeConfig()): 5.0}) == []
@@ -946,7 +947,7 @@ def test_variants_of_a_tile_follow_other_tiles() -> None:
     kernel.estimate_us = (  # type: ignore[method-assign]
         lambda problem, config: {1: 1.0, 2: 1.0, 3: 2.0, 4: 3.0, 5: 4.0}[config.tile]
     )
-    one = Search(problem(batch_invariant=True), [kernel], [kernel])
+    one = searched(problem(batch_invariant=True), [kernel], [kernel])
     found = one._by_arithmetic(list(one._estimates))
     assert [c.config.to_json()["tile"] for c in found] == [1, 4, 3, 5, 2]
 
@@ -958,7 +959,7 @@ def test_after_the_deadline_each_kernel_is_asked_for_one_estimate(
     now = 0.0
     monkeypatch.setattr(candidate_launchers, "time", SimpleNamespace(monotonic=lambda: now))
     kernel = FakeKernel("k", tiles=(1, 2, 3))
-    one = Search(problem(), [kernel], [kernel], deadline=Deadline(0.0))
+    one = searched(problem(), [kernel], [kernel], deadline=Deadline(0.0))
     assert len(one._estimates) == 3
 
     class Slow(FakeKernel):
@@ -968,7 +969,7 @@ def test_after_the_deadline_each_kernel_is_asked_for_one_estimate(
             return 1.0
 
     slow, blas = Slow("slow", tiles=(1, 2, 3)), FakeBlas(tiles=(1, 2))
-    one = Search(problem(), [slow, blas, kernel], [slow, blas, kernel], deadline=Deadline(1.5))
+    one = searched(problem(), [slow, blas, kernel], [slow, blas, kernel], deadline=Deadline(1.5))
     assert [(c.kernel.name, c.config.to_json()["tile"]) for c in one._estimates] == [
         ("blas", 1), ("blas", 2), ("slow", 1), ("slow", 2),
     ]  # fmt: skip
@@ -993,7 +994,7 @@ def test_the_best_untried_config_of_each_kernel_is_on_record(
         default_config = lambda self, problem: self.configs(problem)[0]  # noqa: E731
 
     kernel = Kernel("k", estimate=5.0)
-    one = Search(problem(static_weights=True), [kernel], [kernel])
+    one = searched(problem(static_weights=True), [kernel], [kernel])
     every = {c.config.to_json()["tile"]: c for c in one._estimates}
     left = one.untried([every[tile] for tile in known])
     assert [c.config.to_json()["tile"] for c, _ in left] == found
@@ -1142,7 +1143,7 @@ def test_why_a_kernel_of_a_search_is_not_tried() -> None:
     blas, near = FakeBlas(estimate=10.0), FakeKernel("near", estimate=16.0)
     far, odd = FakeKernel("far", estimate=16.1), Odd("odd", estimate=1.0)
     kernels = [blas, near, far, odd]
-    made = Search(problem(), kernels, kernels, None, Hints())
+    made = searched(problem(), kernels, kernels, None, Hints())
     assert {kernel.name: why for kernel, why in made.empty.items()} == {
         "far": "expects to take 16.1 µs, hopeless beside BLAS", "odd": "ValueError: odd",
     }  # fmt: skip

@@ -19,6 +19,7 @@ from fakes import (
     Tuner,
     dispatcher,
     problem,
+    searched,
     settings,
 )
 
@@ -28,7 +29,6 @@ from tmm_core.tuning import cold_operands, stages
 from tmm_core.tuning.candidate_launchers import Deadline
 from tmm_core.tuning.compile_pool import NotCompiledError
 from tmm_core.tuning.findings import Findings
-from tmm_core.tuning.search import Search
 
 
 class Slow(FakeKernel):
@@ -129,10 +129,10 @@ def test_the_first_candidates_are_tried_whatever_the_time(monkeypatch: pytest.Mo
 
 def test_after_the_deadline_nothing_but_blas_is_asked() -> None:
     kernels = [FakeKernel("first", estimate=1.0), FakeBlas(estimate=9.0)]
-    late = Search(problem(), kernels, kernels, deadline=Deadline(time.monotonic() - 1))
+    late = searched(problem(), kernels, kernels, deadline=Deadline(time.monotonic() - 1))
     assert [c.kernel.name for c in late.first()] == ["blas"]
     assert late.empty == {kernels[0]: "the tuning budget ended before it"}
-    in_time = Search(problem(), kernels, kernels, deadline=Deadline(time.monotonic() + 60))
+    in_time = searched(problem(), kernels, kernels, deadline=Deadline(time.monotonic() + 60))
     assert {c.kernel.name for c in in_time.first()} == {"blas", "first"}
 
 

@@ -13,7 +13,17 @@ from typing import Any
 
 import pytest
 import torch
-from fakes import FakeBlas, FakeConfig, FakeKernel, FakeTimer, Idle, Tuner, problem, settings
+from fakes import (
+    FakeBlas,
+    FakeConfig,
+    FakeKernel,
+    FakeTimer,
+    Idle,
+    Tuner,
+    problem,
+    searched,
+    settings,
+)
 from msgspec.structs import replace as revised
 from tmm_cache import CandidateResult, TuningRecord
 
@@ -27,7 +37,7 @@ from tmm_core.tuning.cold_operands import LaunchError
 from tmm_core.tuning.compile_pool import Compilers
 from tmm_core.tuning.findings import Findings
 from tmm_core.tuning.ranking import compared_at, decide, fastest_first, times_around
-from tmm_core.tuning.search import Hints, Search
+from tmm_core.tuning.search import Hints
 from tmm_core.tuning.timing import GraphTimer, HostTimer, normalised, timer_for
 from tmm_core.verify import compare, random_inputs
 
@@ -358,10 +368,10 @@ def test_kernels_with_level_estimates_take_turns(monkeypatch: pytest.MonkeyPatch
     many = FakeKernel("many", tiles=tuple(range(1, 20)), estimate=100.0)
     few, far = Graded("few", tiles=(104, 106, 108)), Graded("far", tiles=(111, 112))
     kernels = [FakeBlas(estimate=90.0), many, few, far]
-    first = [c.kernel.name for c in Search(problem(), kernels, kernels).first()]
+    first = [c.kernel.name for c in searched(problem(), kernels, kernels).first()]
     assert sorted(first) == ["blas", "far", "few", "few", "many", "many"]
     monkeypatch.setattr(search, "BATCHES", (8, 24))
-    first = [c.kernel.name for c in Search(problem(), kernels, kernels).first()]
+    first = [c.kernel.name for c in searched(problem(), kernels, kernels).first()]
     assert sorted(first) == ["blas", "far", *["few"] * 3, *["many"] * 3]
 
 
@@ -506,7 +516,7 @@ def test_idle_processes_compile_what_may_follow_of_every_kernel(
     monkeypatch.setattr(search, "BATCHES", (3, 5))
     near, far = Graded("near", tiles=(100, 101, 102, 103)), Graded("far", tiles=(110, 120, 130))
     kernels = [FakeBlas(estimate=100.0), near, far]
-    given = Search(problem(), kernels, kernels)
+    given = searched(problem(), kernels, kernels)
     assert len(given.first()) == 3
     for handed, room, tiles in (
         (3, 0, [101, 102]), (3, 3, [101, 102, 120]), (3, 16, [101, 102, 120, 130]),
@@ -837,11 +847,11 @@ def test_an_unlikely_kernel_has_no_place_of_its_own() -> None:
     near, far = 10.0 * search.UNLIKELY, 10.1 * search.UNLIKELY
     best = FakeKernel("best", tiles=range(1, 41), estimate=10.0)
     kernels = [FakeBlas(), best, FakeKernel("near", estimate=near), FakeKernel("far", estimate=far)]
-    first = search.Search(problem(), kernels, kernels).first()
+    first = searched(problem(), kernels, kernels).first()
     assert [c.kernel.name for c in first].count("near") == 1
     assert "far" not in [c.kernel.name for c in first]
     kernels[1] = FakeKernel("best", estimate=10.0)
-    first = search.Search(problem(), kernels, kernels).first()
+    first = searched(problem(), kernels, kernels).first()
     assert {c.kernel.name for c in first} == {"blas", "best", "near", "far"}
 
 
@@ -895,11 +905,11 @@ def test_in_batch_invariant_mode_arithmetics_are_tried_in_turn() -> None:
     """The estimates put all even tiles before the odd ones."""
     kernel = OfM(lambda tile, m: float(tile + 100 * (tile % 2)), range(1, 41))
     instance = problem(m=64, batch_invariant=True)
-    first = search.Search(instance, [FakeBlas(), kernel], [kernel]).first()
+    first = searched(instance, [FakeBlas(), kernel], [kernel]).first()
     odd = [c.config.tile for c in first if c.kernel is kernel and c.config.tile % 2]
     assert len(first) == search.BATCHES[0] + search.MORE_INVARIANT
     assert odd[:3] == [1, 3, 5]
-    assert len(search.Search(problem(m=64), [FakeBlas(), kernel], [kernel]).first()) == 12
+    assert len(searched(problem(m=64), [FakeBlas(), kernel], [kernel]).first()) == 12
 
 
 def test_the_best_of_an_arithmetic_at_another_m_is_tried_and_timed_there() -> None:

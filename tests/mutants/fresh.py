@@ -381,7 +381,8 @@ FRESH = [
            "with out= a batch of rows is chosen for as one matrix of it",
            (f"{LAUNCH}::test_a_result_to_write_does_not_change_the_sizes_of_a_problem",)),
     Mutant("queries-charged", "tuning/tuner.py",
-           "search = yield from self._charged(querying, deadline)", "search = yield from querying",
+           "yield from self._charged(search.query(kernels, before, deadline), deadline)",
+           "yield from search.query(kernels, before, deadline)",
            "with few calls the budget of a tuning in the background ends before its first candidate",
            ("tests/core/test_boundaries_stages.py::"
             "test_pauses_while_kernels_are_queried_are_not_charged",)),

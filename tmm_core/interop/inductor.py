@@ -282,13 +282,13 @@ def problem_of(tail: Tail, terms: Any) -> Problem:
             added = _like(residual)
         else:
             added = torch.empty(_hints(tail.result_shape), dtype=dtype, device="meta")
-        call: Any = Arguments(_like(a), _like(b), _like(bias), added, alpha, tail.epilogue)
+        call = Arguments(_like(a), _like(b), _like(bias), added, alpha, tail.epilogue)
         problem, _ = warm.pose(call, warm.epilogue_of(tail.epilogue), settings.current())
     tf32 = dtype is torch.float32 and device.type == "cuda" and warm._tf32()
     return replace(problem, device=fingerprint(device), tf32=tf32)
 
 
-def _like(node: Node | None) -> torch.Tensor | None:
+def _like(node: Node | None) -> Any:
     """Return a meta tensor with the shape, strides and dtype of the node's value."""
     if node is None:
         return None

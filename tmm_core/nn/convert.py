@@ -13,7 +13,7 @@ import copy
 import functools
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -362,11 +362,11 @@ def _swap_back(module: Any, path: str, before: type[nn.Module], after: Any) -> N
 
 
 def _replace_rounded(
-    layer: nn.Module, name: str, rounded: Any, dtype: torch.dtype, requires_grad: bool
+    layer: nn.Module, name: str, rounded: nn.Parameter, dtype: torch.dtype, requires_grad: bool
 ) -> None:
     """Replace a rounded weight by its values, unless other code has replaced it."""
     if layer._parameters.get(name) is rounded:
-        values = rounded.to(dtype).dequantize().contiguous()
+        values = cast(Quantized, rounded.to(dtype)).dequantize().contiguous()
         layer._parameters[name] = nn.Parameter(values, requires_grad)
 
 

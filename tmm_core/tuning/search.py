@@ -22,7 +22,7 @@ from tmm_core.spec.bucket import inside
 from tmm_core.spec.kernel import Candidate, Config, Kernel
 from tmm_core.spec.launcher import BASELINE
 from tmm_core.spec.problem import Problem
-from tmm_core.spec.steps import Steps, drained
+from tmm_core.spec.steps import Steps
 from tmm_core.tuning.candidate_launchers import Deadline
 from tmm_core.tuning.ranking import fastest_first
 from tmm_core.verify.environment_faults import BUDGET_ENDED
@@ -85,41 +85,20 @@ _NEVER = Deadline(math.inf)
 
 
 class Search:
-    """The candidates of one tuning, handed out in batches.
+    """The candidates of one tuning, handed out in batches once :meth:`query` has ended.
 
     Args:
         problem: The problem to tune.
-        kernels: All kernels that can serve it.
         new: The kernels without results on record.
-        before: The record to complete, if any. Its winner and BLAS are tried for comparison.
         hints: Winners of other records.
-        deadline: The end of the budget, after which no kernel but BLAS is queried.
     """
 
-    def __init__(self, *arguments: Any, **named: Any) -> None:
-        drained(self.query(*arguments, **named))
-
-    @classmethod
-    def steps(cls, *arguments: Any, **named: Any) -> Steps[Search]:
-        """Make a search, querying the kernels in steps."""
-        search = cls.__new__(cls)
-        yield from search.query(*arguments, **named)
-        return search
-
-    def query(
-        self,
-        problem: Problem,
-        kernels: Sequence[Kernel[Any]],
-        new: Sequence[Kernel[Any]],
-        before: TuningRecord | None = None,
-        hints: Hints = NO_HINTS,
-        deadline: Deadline = _NEVER,
-    ) -> Steps[None]:
-        """Query the kernels for their configs and estimates."""
-        self._problem, self._new = problem, new
+    def __init__(
+        self, problem: Problem, new: Sequence[Kernel[Any]], hints: Hints = NO_HINTS
+    ) -> None:
+        self._problem, self._new, self._hints = problem, new, hints
         self._first, self._most = CLOSE_BATCHES if hints.close else BATCHES
         self._first += MORE_INVARIANT * problem.batch_invariant
-        self._close = hints.close
         #: Kernels without a config to try, and why.
         self.empty: dict[Kernel[Any], str] = {}
         #: Every candidate with its estimate in µs.
@@ -129,6 +108,21 @@ class Search:
         self._anchors: list[Candidate] = []
         #: Candidates that are tried in any case.
         self._must: frozenset[Candidate] = frozenset()
+
+    def query(
+        self,
+        kernels: Sequence[Kernel[Any]],
+        before: TuningRecord | None = None,
+        deadline: Deadline = _NEVER,
+    ) -> Steps[None]:
+        """Query the kernels for their configs and estimates.
+
+        Args:
+            kernels: All kernels that can serve the problem.
+            before: The record to complete, if any. Its winner and BLAS are tried for comparison.
+            deadline: The end of the budget, after which no kernel but BLAS is queried.
+        """
+        problem, new = self._problem, self._new
         winner = _incumbent(before, kernels)
         baseline = next((kernel for kernel in kernels if kernel.name == BASELINE), None)
         expected = None if baseline is None else estimate_us(problem, baseline)
@@ -168,7 +162,7 @@ class Search:
             elif least > hopeless:
                 self.empty[kernel] = f"expects to take {least:.3g} µs, hopeless beside BLAS"
             self._handed |= {c for c in candidates if estimates[c] > hopeless}
-        self._hinted = _hinted(hints, new, problem)
+        self._hinted = _hinted(self._hints, new, problem)
         for hint in self._hinted:
             self._estimates.setdefault(hint, estimate_us(problem, hint.kernel, hint.config))
             self._handed.discard(hint)
@@ -194,7 +188,7 @@ class Search:
         estimates, and the best others by estimate. Unless hints are close, each likely kernel has
         at least one."""
         ranked = self._ranked(dict.fromkeys(self._waiting(), 1.0))
-        known = self._hinted and self._close and not self._problem.batch_invariant
+        known = self._hinted and self._hints.close and not self._problem.batch_invariant
         # The best candidate of each group, and its best that relies on a caller's promise.
         best = {(group(self._problem, c), bool(c.config.assumes)): c for c in reversed(ranked)}
         of_each = list(best.values())[::-1]
@@ -259,7 +253,7 @@ class Search:
             times: µs of each timed candidate.
             waiting: The candidates that were handed out and are not timed yet.
         """
-        scale = self._scale(times, (1.0,) if self._close else CAUTION)
+        scale = self._scale(times, (1.0,) if self._hints.close else CAUTION)
         if any(c.kernel not in scale for c in waiting if self._estimates[c]):
             return []
         # Candidates without an estimate cannot be ruled out.

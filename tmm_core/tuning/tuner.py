@@ -29,7 +29,7 @@ from tmm_core.spec.launcher import BASELINE
 from tmm_core.spec.operand import Operand
 from tmm_core.spec.precision import require_precision
 from tmm_core.spec.problem import Problem
-from tmm_core.spec.steps import Steps
+from tmm_core.spec.steps import Steps, drained
 from tmm_core.tuning.candidate_launchers import CandidateLaunchers, CompileJob, Deadline
 from tmm_core.tuning.candidate_run import CandidateRun
 from tmm_core.tuning.cold_operands import Copies
@@ -105,8 +105,8 @@ class Tuner:
         # Torch refuses some ragged products; then there is no baseline.
         if problem.groups is None and not any(kernel.name == BASELINE for kernel in kernels):
             raise ValueError(f"no {BASELINE!r} kernel to compare with")
-        querying = Search.steps(problem, kernels, new, before, hints, deadline)
-        search = yield from self._charged(querying, deadline)
+        search = Search(problem, new, hints)
+        yield from self._charged(search.query(kernels, before, deadline), deadline)
         ahead = self.prepared.pop(problem, {})
         tuning = self._tuning(problem, settings, deadline, findings, ahead)
         yield from self._run(tuning, tuning.run(search), deadline)
@@ -236,8 +236,9 @@ class Tuner:
     ) -> None:
         """Start compiling the first candidates of :meth:`steps`, without waiting."""
         if any(kernel.name == BASELINE for kernel in kernels):
-            first = Search(problem, kernels, kernels, None, hints).first()
+            search = Search(problem, kernels, hints)
+            drained(search.query(kernels))
             self.prepared[problem] = {
                 (problem, candidate): self.compilers.submit(problem, candidate)
-                for candidate in first
+                for candidate in search.first()
             }
