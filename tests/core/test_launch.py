@@ -693,20 +693,28 @@ def test_every_argument_is_typed_or_constant(sources: None, language: str) -> No
 
 def test_callees_are_hashed_before_their_callers(monkeypatch: pytest.MonkeyPatch) -> None:
     hashed: list[str] = []
+    constants: list[Any] = []  # of a callee, which its caller sees
 
     class Function:
         def __init__(self, fn: Any, hash: str | None = None) -> None:
             self.fn, self.hash = fn, hash
+            self.used_global_vals = {("SCALE", id(self)): (fn.__name__, {})} if hash else {}
 
         @property
         def cache_key(self) -> str:
             hashed.append(self.fn.__name__)
             self.hash = self.fn.__name__
+            if self.fn.__name__ == "top":
+                constants.extend(scope["known"].used_global_vals)
+            self.used_global_vals[("OWN", id(self))] = (1, {})
             return self.hash
 
     monkeypatch.setattr(compile, "JITFunction", Function)
     scope: dict[str, Any] = {}
-    exec("def leaf(): pass\ndef middle(): leaf(), top\ndef top(): middle(), known\n", scope)
+    exec(
+        "def leaf(): pass\ndef middle(): leaf(), helpers.of_module(), top\ndef top(): middle(), known\n",
+        scope,
+    )
     exec("def known(): pass\n", scope)
     inner = Function(scope["leaf"])
 
@@ -716,10 +724,18 @@ def test_callees_are_hashed_before_their_callers(monkeypatch: pytest.MonkeyPatch
     for name in ("leaf", "middle", "top"):
         scope[name] = Function(scope[name])
     scope["known"] = Function(scope["known"], "hash")
+    scope["helpers"] = types.ModuleType("helpers")
+    scope["helpers"].of_module = Function(lambda: None)
     compile.hash_after_callees(scope["top"], {"f": Function(closed), "C": 3})
-    assert hashed == ["leaf", "middle", "top", "leaf", "closed"]
+    assert hashed == ["leaf", "<lambda>", "middle", "top", "leaf", "closed"]
+    assert constants == []  # they are in the callee's hash
+    kept = scope["known"].used_global_vals
+    assert [name for name, _ in kept] == ["SCALE"]
+    # Triton compares what the callees read when it launches the caller.
+    assert kept.items() <= scope["top"].used_global_vals.items()
+    assert [name for name, _ in scope["top"].used_global_vals].count("OWN") == 4
     compile.hash_after_callees(scope["top"], {})
-    assert len(hashed) == 5
+    assert len(hashed) == 6
 
 
 def test_a_compilation_has_its_edits_in_its_key(monkeypatch: pytest.MonkeyPatch) -> None:

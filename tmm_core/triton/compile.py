@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -95,9 +96,10 @@ def hash_after_callees(fn: Any, constants: Mapping[str, Any]) -> None:
     """Compute Triton's hashes of ``fn`` and of the functions among ``constants``, callees first.
     Call it before anything hashes a function of Triton's, as a dict does.
 
-    Triton adds a callee's constants to the caller's hash before it hashes the callee, and only
-    hashing the callee finds them. So the hash of silu would depend on whether sigmoid was hashed
-    before. Processes that compile in different orders would not find each other's kernels.
+    Triton's own hash depends on what the process did before. It adds the constants of callees to
+    the caller's hash, but only those of callees that were hashed before, and it sorts constants of
+    one name by the addresses of the dicts that hold them. A process that compiles would not find
+    the kernels of another one.
     """
     with _hashing:
         for each in (fn, *constants.values()):
@@ -109,12 +111,30 @@ def _hash_after_callees(fn: Any, callers: tuple[Any, ...]) -> None:
         return
     if any(fn is caller for caller in callers):
         return
-    code, cells = fn.fn.__code__, fn.fn.__closure__ or ()
-    found = [fn.fn.__globals__.get(name) for name in code.co_names]
-    found += [cell.cell_contents for cell in cells]
-    for each in found:
+    callees = _callees(fn)
+    for each in callees:
         _hash_after_callees(each, (*callers, fn))
-    fn.cache_key  # noqa: B018  # a property that computes it
+    # The hash of a callee covers its constants. Triton compares them again when it launches ``fn``.
+    constants = [(each, each.used_global_vals) for each in callees if each.hash is not None]
+    for each, _ in constants:
+        each.used_global_vals = {}
+    try:
+        fn.cache_key  # noqa: B018  # a property that computes it
+    finally:
+        for each, values in constants:
+            each.used_global_vals = values
+            fn.used_global_vals = {**fn.used_global_vals, **values}
+
+
+def _callees(fn: JITFunction[Any]) -> list[Any]:
+    """The functions of Triton's that ``fn`` reads: globals, closure variables and attributes of
+    modules."""
+    code = fn.fn.__code__
+    read = [fn.fn.__globals__.get(name) for name in code.co_names]
+    read += [cell.cell_contents for cell in fn.fn.__closure__ or ()]
+    modules = [each for each in read if isinstance(each, ModuleType)]
+    read += [getattr(module, name, None) for module in modules for name in code.co_names]
+    return [each for each in read if isinstance(each, JITFunction)]
 
 
 def compile_for(
