@@ -711,11 +711,8 @@ def test_callees_are_hashed_before_their_callers(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(compile, "JITFunction", Function)
     scope: dict[str, Any] = {}
-    exec(
-        "def leaf(): pass\ndef middle(): leaf(), helpers.of_module(), top\ndef top(): middle(), known\n",
-        scope,
-    )
-    exec("def known(): pass\n", scope)
+    exec("def leaf(): pass\ndef top(): middle(), known\ndef known(): pass\n", scope)
+    exec("def middle(): leaf(), helpers.of_module(), top\n", scope)
     inner = Function(scope["leaf"])
 
     def closed() -> None:
