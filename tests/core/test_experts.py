@@ -287,6 +287,113 @@ def test_their_layers(kind: type[Theirs], products: list[Any]) -> None:
         assert low.dtype is torch.float64
 
 
+class Gelu(Theirs):
+    """A layer whose activation has an attribute that decides what it computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.act_fn = nn.GELU()
+
+    def _apply_gate(self, z: Tensor) -> Tensor:
+        gate, up = z.chunk(2, -1)
+        return self.act_fn(gate) * up
+
+
+def hook_the_result(act: Any, _: pytest.MonkeyPatch) -> None:
+    act.register_forward_hook(lambda *given: given[-1] * 3)
+
+
+def hook_the_input(act: Any, _: pytest.MonkeyPatch) -> None:
+    act.register_forward_pre_hook(lambda _, given: (given[0] * 3,))
+
+
+def replace_its_forward(act: Any, _: pytest.MonkeyPatch) -> None:
+    act.forward = torch.tanh
+
+
+def replace_the_forward_of_its_class(_: Any, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(nn.GELU, "forward", lambda _, gate: torch.tanh(gate))
+
+
+def assign_its_attribute(act: Any, _: pytest.MonkeyPatch) -> None:
+    act.approximate = "tanh"
+
+
+def change_its_class(act: Any, _: pytest.MonkeyPatch) -> None:
+    act.__class__ = nn.Tanh
+
+
+def hook_every_module(_: Any, patch: pytest.MonkeyPatch) -> None:
+    hooks = torch.nn.modules.module._global_forward_hooks
+    patch.setitem(hooks, 7, lambda m, _, y: y * 3 if isinstance(m, nn.GELU) else y)
+
+
+CHANGES = (
+    hook_the_result, hook_the_input, replace_its_forward, replace_the_forward_of_its_class,
+    assign_its_attribute, change_its_class, hook_every_module,
+)  # fmt: skip
+
+
+@pytest.mark.usefixtures("interface")
+@pytest.mark.parametrize("called_before", [False, True], ids=["at first", "later"])
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_an_activation_of_experts_may_change(
+    change: Any, called_before: bool, products: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interface: Any = sys.modules[experts._THEIRS]
+    monkeypatch.setattr(interface, "_default_apply_gate", Gelu._apply_gate)
+    layer = Gelu()
+    x, weights = torch.randn(7, 6, dtype=torch.float64), torch.rand(7, 2, dtype=torch.float64)
+    call = x, torch.randint(4, (7, 2)), weights
+
+    def check() -> None:
+        other = expected(layer, *call, layer._apply_gate)
+        torch.testing.assert_close(experts.forward(layer, *call), other)
+
+    if called_before:
+        check()
+        assert products[0]["epilogue"] == "geglu"
+    with monkeypatch.context() as patch:
+        change(layer.act_fn, patch)
+        check()
+        check()
+    layer.act_fn = nn.GELU()
+    check()
+    assert products[-2]["epilogue"] == "geglu"
+
+
+@pytest.mark.usefixtures("interface")
+def test_a_gate_of_the_instance_is_applied() -> None:
+    layer = Theirs()
+    x, index = torch.randn(3, 6, dtype=torch.float64), torch.tensor([[0], [3], [1]])
+    weights = torch.ones(3, 1, dtype=torch.float64)
+
+    def gate(z: Tensor) -> Tensor:
+        return z[..., :5]
+
+    layer.__dict__["_apply_gate"] = gate
+    y = experts.forward(layer, x, index, weights)
+    torch.testing.assert_close(y, expected(layer, x, index, weights, gate))
+
+
+@pytest.mark.usefixtures("interface")
+def test_an_activation_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked_at: list[nn.Module] = []
+    recognise = experts.recognise
+
+    def spy(module: nn.Module) -> Any:
+        looked_at.append(module)
+        return recognise(module)
+
+    monkeypatch.setattr(experts, "recognise", spy)
+    monkeypatch.setattr(experts, "_recognised", {})
+    for act, epilogue in ((nn.SiLU(), "silu"), (nn.Hardtanh(), None)):
+        found = [experts._activation(pickle.loads(pickle.dumps(act))) for _ in range(2)]
+        found += [experts._activation(act) for _ in range(2)]
+        assert found == [epilogue] * 4
+    assert [type(act) for act in looked_at] == [nn.SiLU, *[nn.Hardtanh] * 3]
+
+
 class Decorated(Theirs):
     """A layer whose forward is defined in Transformers' module; here in the tests'."""
 

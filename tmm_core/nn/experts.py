@@ -18,7 +18,7 @@ from torch import nn
 from tmm_core import compat, grouped
 from tmm_core.epilogues import GATED_BY
 from tmm_core.nn import clamped_gate, stored_experts, stored_weights
-from tmm_core.nn.activation import recognise
+from tmm_core.nn.activation import Activation, interposed, recognise
 from tmm_core.nn.gated_layers import gated_by
 from tmm_core.quantized import Quantized
 from tmm_core.spec.epilogue import EpilogueLike
@@ -219,6 +219,8 @@ def _gate_of(layer: Any) -> tuple[str | None, Any]:
     name = _activation(getattr(layer, "act_fn", None))
     if not layer.has_gate:
         return (name, None) if name is not None else (None, layer.act_fn)
+    if "_apply_gate" in vars(layer):
+        return None, layer._apply_gate
     gate = gate_kind(layer)._apply_gate
     default = getattr(sys.modules.get(_THEIRS), "_default_apply_gate", None)
     if gate is default and layer.is_concatenated and name in GATED_BY:
@@ -241,18 +243,27 @@ def epilogue_of(layer: Any) -> str:
 
 
 def _activation(module: Any) -> str | None:
-    """The epilogue of an activation. It is determined once, and stored where a compiler finds it
-    again: a graph traced before that leaves the activation to torch."""
-    if not isinstance(module, nn.Module):
+    """The epilogue that calling an activation computes now. What is not recognised yet is looked at
+    outside of graphs: one that is traced before leaves the activation to torch."""
+    if not isinstance(module, nn.Module) or interposed(module) or compat.global_hooks():
         return None
-    if _KEPT not in module.__dict__ and not torch.compiler.is_compiling():
-        found = recognise(module)
-        module.__dict__[_KEPT] = None if found is None else found.epilogue
-    return module.__dict__.get(_KEPT)
+    for known in _recognised.get(type(module), ()):
+        if known.is_(module):
+            return known.epilogue
+    if torch.compiler.is_compiling() or _UNKNOWN in module.__dict__:
+        return None
+    found = recognise(module)
+    if found is None:
+        module.__dict__[_UNKNOWN] = True
+        return None
+    _recognised[type(module)] = (*_recognised.get(type(module), ()), found)
+    return found.epilogue
 
 
-#: The attribute that stores an activation's epilogue on the module, with the same lifetime.
-_KEPT = "_tmm_epilogue"
+#: Activations that were recognised, by class.
+_recognised: dict[type[nn.Module], tuple[Activation, ...]] = {}
+#: The attribute of a module that was looked at and not recognised.
+_UNKNOWN = "_tmm_unknown"
 
 
 class TransformersExperts(nn.Module):
