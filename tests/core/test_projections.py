@@ -401,7 +401,8 @@ def test_threads_that_begin_one_product_at_once(
             thread.join()
     with torch.no_grad():
         columns |= {(own, one.k): product.of(one.k, inputs[own]) for own in range(2)}
-        assert columns[0, one.q] is not None and columns[1, one.q] is not None
+        assert columns[0, one.q] is not None
+        assert columns[1, one.q] is not None
         for (own, layer), found in columns.items():
             if found is not None:
                 torch.testing.assert_close(found, layer(inputs[own]))
