@@ -468,6 +468,16 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     return linear(input, weight, bias)
 
 
+def _attention(query: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Torch's attention of several heads, which splits and adds its weights: with their values."""
+
+    def values(t: Any) -> Any:
+        return t.to(query.dtype).dequantize() if isinstance(t, Quantized) else t
+
+    named = {name: values(t) for name, t in kwargs.items()}
+    return torch.nn.functional.multi_head_attention_forward(query, *map(values, args), **named)
+
+
 Quantized.layouts = staticmethod(_layout)
 Quantized.products |= {
     torch.matmul: _matmul,
@@ -475,4 +485,5 @@ Quantized.products |= {
     Tensor.__matmul__: matmul,
     Tensor.__rmatmul__: lambda b, a: matmul(a, b),
     torch.nn.functional.linear: _linear,
+    torch.nn.functional.multi_head_attention_forward: _attention,
 }

@@ -259,7 +259,7 @@ class Quantized(torch.Tensor):
         return self.along if last == [-2, -1] else -3 - self.along
 
     #: Torch's functions that multiply, and tmm's in their place; :mod:`tmm_core.api` sets them.
-    products: ClassVar[dict[Any, Callable[..., Tensor]]] = {}
+    products: ClassVar[dict[Any, Callable[..., Any]]] = {}
     #: Imports the module that reads a layout of checkpoints; :mod:`tmm_core.api` sets it.
     layouts: ClassVar[Callable[[str], Any]]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -149,6 +149,26 @@ def test_calls_in_inference_mode(call: str, name: str) -> None:
         weight, values = made(name, 24, 256)
         close(CALLS[call](X, weight), X.double() @ values.T)
     close(CALLS[call](X, weight), X.double() @ values.T)
+
+
+@pytest.mark.parametrize("quantised", ["output", "inputs", "all"])
+def test_attention_of_several_heads_uses_the_values(quantised: str) -> None:
+    """As WavLM calls it, with the weights of its own layers."""
+    wide = {name: made("int8", 32, 32) for name in ("q", "k", "v", "out")}
+    both = {name: (weight, values.float()) for name, (weight, values) in wide.items()}
+    chosen = {"output": ("out",), "inputs": ("q", "k", "v"), "all": tuple(wide)}[quantised]
+
+    def attend(stored: Sequence[str], x: Tensor) -> Tensor:
+        of = {name: each[0 if name in stored else 1] for name, each in both.items()}
+        y, _ = F.multi_head_attention_forward(
+            x, x, x, 32, 4, torch.empty(0), torch.zeros(96), None, None, False, 0.0,
+            of["out"], torch.zeros(32), need_weights=False, use_separate_proj_weight=True,
+            q_proj_weight=of["q"], k_proj_weight=of["k"], v_proj_weight=of["v"],
+        )  # fmt: skip
+        return y
+
+    x = torch.randn(5, 2, 32)
+    torch.testing.assert_close(attend(chosen, x), attend((), x), rtol=1e-2, atol=1e-2)
 
 
 COMPILED: dict[str, Callable[[Tensor, Quantized, Quantized], Tensor]] = {
