@@ -16,7 +16,7 @@ from torch import nn
 import tmm_core
 from tmm_core import TmmWarning, api, settings
 from tmm_core.epilogues import parse
-from tmm_core.nn import SwiGLU, convert
+from tmm_core.nn import SwiGLU, activation, convert
 from tmm_core.nn.conversion_report import Change, LeftAlone, NotFused, Report, _folded
 from tmm_core.nn.unreached import activations, out_of_reach, products
 
@@ -430,6 +430,93 @@ def test_why_a_forward_is_not_fused(forward: Any, reason: str) -> None:
     report = convert(model)
     assert {each.reason.partition(" (")[0] for each in report.not_fused} == {reason}
     assert [change.kind for change in report.changes] == ["linear"] * 3
+
+
+class TwiceOnCall(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(x)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return super().__call__(x) * 2  # type: ignore[no-any-return]
+
+
+class PlusOneOnCall(nn.SiLU):
+    def __call__(self, *given: Any) -> Any:
+        return super().__call__(*given) + 1
+
+
+class WithinTorch(nn.ReLU):
+    def _call_impl(self, *given: Any) -> Any:
+        return super()._call_impl(*given) * 3  # type: ignore[no-untyped-call]
+
+    __call__ = _call_impl
+
+
+class WithinTracing(nn.GELU):
+    def _slow_forward(self, *given: Any) -> Any:
+        return super()._slow_forward(*given) * 3  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.parametrize("kind", [TwiceOnCall, PlusOneOnCall, WithinTorch, WithinTracing])
+def test_a_class_whose_call_does_more_than_its_forward_is_no_activation(kind: Any) -> None:
+    assert activation.recognise(kind()) is None
+    for model in (nn.Sequential(nn.Linear(8, 8), kind(), nn.Linear(8, 8)), module(straight)):
+        if not isinstance(model, nn.Sequential):
+            model.act = kind()
+        expected = model(X)
+        assert {change.kind for change in convert(model).changes} == {"linear"}
+        torch.testing.assert_close(model(X), expected)
+
+
+def straight(self: Any, x: Tensor) -> Tensor:
+    return self.down(self.act(self.up(x)))
+
+
+class ReadsAttributes(Two):
+    flipped = False
+    forward = straight
+
+    def __getattr__(self, name: str) -> Any:
+        return nn.Tanh() if name == "act" and self.flipped else super().__getattr__(name)
+
+
+class ReadsEveryAttribute(Two):
+    flipped = False
+    forward = straight
+
+    def __getattribute__(self, name: str) -> Any:
+        get = super().__getattribute__
+        return nn.Tanh() if name == "act" and get("flipped") else get(name)
+
+
+class HasProperty(Two):
+    flipped = False
+    forward = straight
+
+    @property
+    def down(self) -> Any:
+        return self._modules["wide" if self.flipped else "down"]
+
+    @down.setter
+    def down(self, layer: nn.Module) -> None:
+        raise AssertionError("torch registers a module before it looks for a property")
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        (ReadsAttributes, "its class has its own way to read attributes"),
+        (ReadsEveryAttribute, "its class has its own way to read attributes"),
+        (HasProperty, "its class has an attribute down, which hides the child"),
+    ],
+)
+def test_a_class_that_decides_what_its_attributes_are_is_not_fused(kind: Any, reason: str) -> None:
+    model = kind()
+    report = convert(model)
+    assert {each.reason for each in report.not_fused} == {reason}
+    torch.testing.assert_close(model(X), straight(model, X))
+    model.flipped = True
+    torch.testing.assert_close(model(X), straight(model, X))
 
 
 def sum_of_gate_and_up(self: Any, x: Tensor) -> Tensor:

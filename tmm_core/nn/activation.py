@@ -90,9 +90,15 @@ def _parts(function: functools.partial[Any]) -> tuple[Any, ...]:
     return function.func, function.args, function.keywords
 
 
+#: What torch runs around a forward; a class may have its own.
+_CALLS = ("__call__", "_call_impl", "_slow_forward")
+
+
 def recognise(module: nn.Module) -> Activation | None:
     """The epilogue that ``module`` computes; None if none is known, or it is not proven."""
     if [*module.children(), *module.parameters(), *module.buffers()] or interposed(module):
+        return None
+    if any(getattr(type(module), name) is not getattr(nn.Module, name) for name in _CALLS):
         return None
     candidates: tuple[str, ...] = ACTIVATIONS
     if isinstance(module, nn.LeakyReLU):

@@ -56,12 +56,23 @@ def trace(module: nn.Module) -> Trace:
     """
     if "forward" in vars(module):
         raise NotProvenError("its forward was replaced on the instance")
+    if not reads_as_usual(module):
+        raise NotProvenError("its class has its own way to read attributes")
     # Defaults are part of the trace: a call with more than one argument runs the forward.
     if _code_of(type(module).forward).co_argcount < 2:
         raise NotProvenError("its forward does not take one tensor")
     graphs = _graph(module, training=True), _graph(module, training=False)
     names = _Names(module, graphs)
     return Trace(graphs, tuple(names.reads.items()), tuple(names.present), tuple(names.tensors))
+
+
+def reads_as_usual(module: nn.Module) -> bool:
+    """Whether an attribute that names a child, parameter or buffer is that one."""
+    kind: Any = type(module)
+    return (
+        kind.__getattribute__ is object.__getattribute__
+        and kind.__getattr__ is nn.Module.__getattr__
+    )
 
 
 def _code_of(function: Any) -> types.CodeType:
@@ -189,6 +200,8 @@ class _Names:
         if name in ("super", "forward", "training") or name in self.present:
             return
         if module._modules.get(name) is not None:
+            if hasattr(kind, name):
+                raise NotProvenError(f"its class has an attribute {name}, which hides the child")
             if name not in self._targets:
                 raise NotProvenError(f"its forward uses {name} without calling it")
             self.present[name] = None
