@@ -28,7 +28,7 @@ VALID_CALLS = [
            "        check(Arguments(a, of_b, bias, residual, alpha, epilogue, out_dtype, *parts), parsed)\n",
            "", "a call under a transform is not checked as a whole", MISSES),
     Mutant("recorded-groups-unchecked", "interop/grouped_operator.py",
-           "    check(call, epilogue)\n", "",
+           "        check(call, epilogue)\n        if len(_valid)", "        if len(_valid)",
            "a recorded grouped call is not checked as a whole", MISSES),
     Mutant("alpha-of-booleans", "tmm_blas/blas.py", "a.dtype is torch.bool", "False",
            "an alpha of empty booleans is refused on a CPU and taken on meta",

@@ -99,15 +99,8 @@ warm.TABLES += answers, passing, through
 
 
 class Operator:
-    """One aten operator that is answered.
-
-    Args:
-        name: The name with its overload, like ``mm.out``.
-        torchs: Torch's own kernel, as ``torch.library.get_kernel`` returns it.
-        only: Whether a problem may be answered; None: all may.
-        on_cache_miss: What to do without a record if the settings in force say ``"tune"``, which
-            would make a model wait.
-        pace: Counts the calls.
+    """One aten operator that is answered: its name with the overload, like ``mm.out``, torch's own
+    kernel, and the arguments of :func:`tmm_core.enable`.
 
     Attributes:
         tallies: Tallies by the kernel's name.
@@ -140,11 +133,7 @@ class Operator:
         self._settled = 0, 0.0
 
     def leave(self, why: str) -> None:
-        """Restore torch's kernel.
-
-        Args:
-            why: The new ``left``.
-        """
+        """Restore torch's kernel, for the reason :attr:`left`."""
         self.left = why
         if self.library is not None:
             self.library._destroy()

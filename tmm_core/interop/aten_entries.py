@@ -126,12 +126,8 @@ def _statements(others: tuple[str, ...]) -> Iterator[str]:
 
 
 def with_parts(call_of: Any, launch_of: Any, op: Operator) -> Callable[..., Any]:
-    """The entry of a product with scales or groups.
-
-    Args:
-        call_of: Converts a call, see :mod:`tmm_core.interop.aten_calls`.
-        launch_of: Converts the launcher of a plan.
-    """
+    """The entry of a product with scales or groups. ``call_of`` converts a call, and ``launch_of``
+    the launcher of a plan (:mod:`tmm_core.interop.aten_calls`)."""
     torchs, first = op.torchs, op.first
 
     def entry(keys: Any, *given: Any, **named: Any) -> Any:

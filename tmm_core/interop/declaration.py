@@ -16,13 +16,7 @@ from tmm_core import compat
 from tmm_core.formats import pair
 from tmm_core.interop import autograd_state, flops
 from tmm_core.interop.libraries import TAGS, define
-from tmm_core.launch.check import (
-    announce_write,
-    check_out,
-    ranges_meet,
-    result_dtype,
-    strided,
-)
+from tmm_core.launch.check import announce_write, check_out, ranges_meet, result_dtype, strided
 from tmm_core.launch.warm import epilogue_of, plain
 from tmm_core.settings import overridden, within
 from tmm_core.spec.arguments import ROLES_OF, Arguments, GroupedArguments, Role, schema
@@ -53,11 +47,9 @@ def declare(
 
     Args:
         arguments: The class of its arguments, whose roles give the schema and the autocast rule.
-        run: Computes the result.
         check: ``(call, epilogue) -> shape`` of the result; raises if arguments do not fit.
         empty: ``(call, shape) -> result``, uninitialised.
         derivative: The operator's kernel for torch's Autograd key.
-        vmap: The rule for ``torch.vmap``.
         flop_formula: FLOPs by shapes, for torch's counter.
         returns: The type of the result in the schema.
     """
@@ -101,12 +93,7 @@ def rewritten(
     call: Any, allowed: Callable[..., bool], replay: Callable[..., Tensor | None]
 ) -> Tensor | None:
     """Compute a call with ``out`` like one before, whose plan proves that this ``out`` fits. None
-    if there is no such plan, or the call needs torch's dispatcher or has to be refused.
-
-    Args:
-        allowed: Whether nothing but autograd needs the dispatcher.
-        replay: Launches a plan of an earlier call.
-    """
+    if there is no such plan, or the call needs torch's dispatcher or has to be refused."""
     if torch.compiler.is_dynamo_compiling():
         return None
     out, tensors = call.out, call.tensors

@@ -181,12 +181,8 @@ def _finished(
     product: Callable[[Tensor | None], Tensor],
     bias: Tensor | None = None,
 ) -> Tensor:
-    """Apply alpha, bias, epilogue, residual and dtype to a product.
-
-    Args:
-        product: Computes the product plus the bias that it is given.
-        bias: A bias to add here.
-    """
+    """Apply alpha, bias, epilogue, residual and dtype to ``product``, which takes the call's bias
+    if it can add it; ``bias`` is added here."""
     plain = not isinstance(call.alpha, Tensor) and call.alpha == 1.0
     if plain:
         z = product(call.bias)

@@ -162,15 +162,8 @@ def _gradients(
     y: Tensor | None,
     grad: Tensor,
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of a, b, bias and residual.
-
-    Args:
-        call: The forward call.
-        wanted: Whether each of these gradients is needed.
-        a, b: The operands; each is saved only if the other's gradient is needed.
-        y: The output, if the head is not linear.
-        grad: The gradient of the output.
-    """
+    """The gradients of a, b, bias and residual, if they are wanted. Each operand is saved only if
+    the other's gradient is needed, and the output only if the head is not linear."""
     alpha, head = call.alpha, call.head
     wants_a, wants_b, wants_bias, wants_residual, *_ = wanted
     multiply = run if call.eager and _is_direct(grad) else autograd_state.by_operator

@@ -79,16 +79,15 @@ _valid: set[tuple[Any, ...]] = set()
 def _check_whole(call: GroupedArguments, epilogue: Epilogue, eager: bool) -> None:
     """Check a call before a part of it is computed. An eager call whose arguments were valid before
     is not checked again, which saves a quarter of a small call's host time."""
-    key: tuple[Any, ...] = ()
-    if eager:
-        key = tuple(
-            (t.shape, t.dtype, t.device, t.layout, t.is_nested) if isinstance(t, Tensor) else t
-            for t in (*call[:5], *call[6:])  # of any alpha
-        )
-        if key in _valid:
-            return
-    check(call, epilogue)
-    if eager:
+    if not eager:
+        check(call, epilogue)
+        return
+    key = tuple(
+        (t.shape, t.dtype, t.device, t.layout, t.is_nested) if isinstance(t, Tensor) else t
+        for t in (*call[:5], *call[6:])  # of any alpha
+    )
+    if key not in _valid:
+        check(call, epilogue)
         if len(_valid) >= MAX_PLANS:
             _valid.clear()
         _valid.add(key)

@@ -12,8 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-
-from tmm_core.errors import reraise
+from tmm_base.guards import suppress
 
 #: Calls between two samples at first, their increase after each sample, and their maximum.
 INTERVAL, MORE, MOST = 16, 16, 256
@@ -22,10 +21,8 @@ INTERVAL, MORE, MOST = 16, 16, 256
 class Pace:
     """The limit, host or GPU, of the calls of all operators of one :func:`enable`.
 
-    Each call adds one to :attr:`calls`, and calls :meth:`look` once they reach :attr:`next`.
-
-    Args:
-        review: Called after each sample.
+    Each call adds one to :attr:`calls`, and calls :meth:`look` once they reach :attr:`next`. After
+    each sample ``review`` is called.
 
     Attributes:
         host, gpu: Whether host time and GPU time count. Both do before the first sample, and on a
@@ -64,15 +61,11 @@ class Pace:
         self.next = self.calls + self._interval
         if torch.cuda.is_current_stream_capturing():  # which allows no query
             return None
-        try:
+        with suppress(RuntimeError):  # another thread captures, or the launch will raise it too
             if event is not None:
                 waits = bool(event.query())
                 return waits, not waits
             event = torch.cuda.Event()
             event.record(torch.cuda.current_stream(operand.device))
-        except RuntimeError as error:
-            reraise(error)
-            return None  # another thread captures, or the launch will raise the same error
-        self._event = event
-        self.next = self.calls + 1
+            self._event, self.next = event, self.calls + 1
         return None

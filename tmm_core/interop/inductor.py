@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
+from tmm_base.guards import suppress
 from torch.fx import Node
 
 from tmm_core import compat, dispatch, settings
@@ -314,10 +315,7 @@ def _state_of_records() -> str:
     root = dispatch.default_dispatcher().store.root
     found = []
     for path in Path(root).rglob("*.json"):
-        try:
+        with suppress(OSError):  # removed meanwhile
             stat = path.stat()
-        except OSError as error:  # removed meanwhile
-            reraise(error)
-            continue
-        found.append(f"{path.name} {stat.st_mtime_ns} {stat.st_size}")
+            found.append(f"{path.name} {stat.st_mtime_ns} {stat.st_size}")
     return "\n".join(sorted(found))

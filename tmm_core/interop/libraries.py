@@ -30,8 +30,6 @@ def define(
     torch defines no operator twice.
 
     Args:
-        schema: Begins with the name.
-        run: Computes the result.
         fake: Returns the result of fake tensors, without values.
         apart: Computes the result by other operators, where derivatives or a mapping are needed.
     """

@@ -93,11 +93,10 @@ def grouped_shardings(*given: Any, **named: Any) -> list[Rule]:
     free = [each for each in ("m", "n", "k") if each != ragged]
     if ragged == "k":
         # Flat scales hold the groups one after another, so their rows cannot be sharded.
-        for each, part in (
-            (role.dims.strip("1").lower(), getattr(call, role.name)) for role in PARTS
-        ):
-            if part is not None and part.ndim == 1 and part.shape[0] != 1 and each in free:
-                free.remove(each)
+        for role in PARTS:
+            part, along = getattr(call, role.name), role.dims.strip("1").lower()
+            if part is not None and part.ndim == 1 and part.shape[0] != 1 and along in free:
+                free.remove(along)
     dimensions = _dimensions(GROUPED_ROLES, ["group"], "1")
     dimensions["out"] = dimensions["out"][ragged != "k" :]
     return _rules(call, dimensions, free)
@@ -118,12 +117,8 @@ def _dimensions(roles: Iterable[Role], lead: Iterable[object], lacking: str) -> 
 
 
 def _rules(call: Any, dimensions: Mapping[str, Names], free: Names) -> list[Rule]:
-    """Return the rules of a product.
-
-    Args:
-        dimensions: The names of each tensor's dimensions.
-        free: The dimensions along which tensors may be sharded.
-    """
+    """Return the rules of a product whose tensors have ``dimensions`` of these names, and may be
+    sharded along those of ``free``."""
     fused, out = warm.epilogue_of(call.epilogue), dimensions["out"]
     tensors = {name: t for name in dimensions if (t := getattr(call, name)) is not None}
     terms = [name for name in ("bias", "residual") if name in tensors]

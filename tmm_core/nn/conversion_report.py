@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -82,11 +82,11 @@ class Report:
     def __bool__(self) -> bool:
         return bool(self.changes)
 
-    def _entries(self) -> Iterator[tuple[str, str, str]]:
-        """Each product: its path, what was done, and why."""
-        yield from ((c.path, f"{c.before} → {c.after}", "") for c in self.changes)
-        yield from ((n.path, f"{n.activation} not fused", n.reason) for n in self.not_fused)
-        yield from ((item.path, f"{item.module} left alone", item.reason) for item in self.left)
+    def _entries(self) -> Iterator[tuple[str, str]]:
+        """Each product: its path, and what was done."""
+        yield from ((c.path, f"{c.before} → {c.after}") for c in self.changes)
+        yield from ((n.path, f"{n.activation} not fused: {n.reason}") for n in self.not_fused)
+        yield from ((item.path, f"{item.module} left alone: {item.reason}") for item in self.left)
 
     def __str__(self) -> str:
         kinds = [change.kind for change in self.changes]
@@ -101,11 +101,11 @@ class Report:
             lines[0] += f", projections of {count} attention modules joined"
         if count := kinds.count("experts"):
             lines[0] += f", {count} mixtures of experts grouped"
-        entries = [(path, f"{done}: {why}" if why else done) for path, done, why in self._entries()]
-        return "\n".join([*lines, *_folded(entries), *(f"  {note}" for note in self.notes)])
+        notes = (f"  {note}" for note in self.notes)
+        return "\n".join([*lines, *_folded(self._entries()), *notes])
 
 
-def _folded(entries: list[tuple[str, str]]) -> list[str]:
+def _folded(entries: Iterable[tuple[str, str]]) -> list[str]:
     """One indented line for the same entry in every layer of a stack."""
     groups: Counter[tuple[str, str]] = Counter(
         (re.sub(r"(?<![^.])\d+(?=\.)", "*", path), text) for path, text in entries

@@ -72,11 +72,8 @@ def computes_product(layer: Any) -> bool:
 
 
 def _forward(assumed: Assumed, fused: Any, symbols: bool = False) -> Any:
-    """A forward that calls ``fused`` while the assumptions hold, and otherwise the class's own.
-
-    Args:
-        symbols: Also call ``fused`` with a symbol of ``torch.fx``.
-    """
+    """A forward that calls ``fused`` while the assumptions hold, with ``symbols`` also for a symbol
+    of ``torch.fx``, and otherwise the class's own."""
     kind = assumed.kind
 
     @functools.wraps(kind.forward)

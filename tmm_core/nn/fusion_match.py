@@ -59,13 +59,8 @@ def product(layer: Any, x: torch.Tensor, epilogue: str) -> torch.Tensor:
 
 
 def program(traced: Trace, layers: set[str], known: Mapping[str, Activation]) -> Program:
-    """The program of a module.
-
-    Args:
-        traced: The module's forward.
-        layers: Names of the children that compute a :func:`product` with an empty epilogue.
-        known: Its children that are activations.
-    """
+    """The program of a module's forward. ``layers`` are the children that compute a
+    :func:`product` with an empty epilogue, and ``known`` those that are activations."""
     training, evaluation = (_Rewriting(graph, layers, known) for graph in traced.graphs)
     if set(training.fusions) != set(evaluation.fusions):
         apart = [(f.layer, f.activation or f.epilogue, "it depends on the mode")

@@ -83,11 +83,6 @@ def _code_of(function: Any) -> types.CodeType:
     return function.__code__
 
 
-class _Tracer(fx.Tracer):
-    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return True
-
-
 class _Child(nn.Module):
     """Stands for a child: it can be called, and nothing else."""
 
@@ -129,7 +124,9 @@ def _graph(module: nn.Module, training: bool) -> fx.Graph:
         for name, child in module._modules.items():
             stand_in._modules[name] = None if child is None else _Child(name)
         before = dict(stand_in.__dict__)
-        graph = _Tracer().trace(stand_in)
+        tracer: Any = fx.Tracer()
+        tracer.is_leaf_module = lambda module, name: True
+        graph: fx.Graph = tracer.trace(stand_in)
         after = stand_in.__dict__
     except NotProvenError:
         raise

@@ -73,7 +73,6 @@ class Background:
 
     Args:
         alone: A context in which no other process measures a problem; yields whether that holds.
-        clock: Returns the time in seconds.
     """
 
     def __init__(
@@ -107,11 +106,7 @@ class Background:
 
     def resume(self, share: float) -> None:
         """Resume a tuning for a slice, if ``share`` of the time that passed allows one. One thread
-        at a time may call it.
-
-        Raises:
-            BaseException: An exception that interrupts the slice; this ends the tuning.
-        """
+        at a time may call it. An exception that interrupts the slice ends the tuning."""
         now = self._clock()
         self._credit = min(SLICE, self._credit + share * (now - self._seen))
         self._seen = now

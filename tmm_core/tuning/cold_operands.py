@@ -71,11 +71,7 @@ def memory_limit(device: torch.device) -> float:
 def rotated(arguments: T, problem: Problem, limit: float | None = None) -> list[T]:
     """Return the arguments of a chain's calls: variants of a dataclass of tensors, with copies of
     the rotating tensors. On a GPU a grouped product gets at least one call per sample of group
-    sizes, unless their outputs would exceed half of the limit.
-
-    Args:
-        limit: Bytes that the variants may take; by default :func:`memory_limit`.
-    """
+    sizes, unless their outputs would exceed half of the ``limit`` in bytes."""
     names = rotating(problem)
     given: Any = arguments
     limit = memory_limit(given.b.device) if limit is None else limit

@@ -84,12 +84,8 @@ def _program(folder: str) -> list[str]:
 
 
 class NotCompiledError(Exception):
-    """A candidate that did not compile; its text is the reason.
-
-    Args:
-        cause: The part of the environment that made it fail, as its process found.
-        place: The file and line that raised, if known.
-    """
+    """A candidate that did not compile, for this reason; with the fault of the environment and the
+    file and line that raised, if its process found them."""
 
     def __init__(self, reason: str, cause: Cause | None = None, place: str = "") -> None:
         super().__init__(reason)
@@ -128,14 +124,8 @@ _COMPILE = Kind(
 
 
 class Compilers:
-    """Runs candidates' jobs in worker processes, which are started with the first job.
-
-    Args:
-        workers: Processes that work at one time; by default two more than
-            :func:`compiling_threads`.
-        limit: Seconds one candidate may take.
-        kind: What a job does.
-    """
+    """Runs candidates' jobs in worker processes, which are started with the first job. ``limit`` is
+    the time in seconds that one candidate may take."""
 
     def __init__(
         self, workers: int | None = None, limit: float = COMPILE_LIMIT, kind: Kind = _COMPILE
@@ -241,10 +231,8 @@ def default() -> Compilers:
 
 
 class _Host:
-    """A process with a pool of workers, and the futures of its jobs.
-
-    Args:
-        report: Called with a fault, at most once, from a thread.
+    """A process with a pool of workers, and the futures of its jobs. A thread calls ``report`` with
+    a fault, at most once.
 
     Raises:
         OSError, RuntimeError: It cannot be started, or no thread can.
@@ -433,8 +421,6 @@ def _circumstances() -> tuple[tuple[str, ...], tuple[str | None, ...]]:
 
 
 def _folder() -> str:
-    try:
+    with suppress(OSError):  # removed under this process
         return os.getcwd()
-    except OSError as error:  # removed under this process
-        reraise(error)
-        return "/"
+    return "/"

@@ -68,11 +68,7 @@ class Findings:
         self.faults.setdefault(source, []).append(fault)
 
     def report(self, about: object) -> None:
-        """Issue one warning about the environment and one per distribution, once per process.
-
-        Args:
-            about: The tuned problem.
-        """
+        """Issue one warning about the environment and one per distribution, once per process."""
         left = {name: why for name, why in self.left.items() if name not in self.reported}
         warn_of_environment(left, about)
         for source, faults in self.faults.items():

@@ -33,11 +33,7 @@ _LAUNCH = Kind(
 
 
 class FirstLaunches:
-    """Launches candidates in a worker process, which the first of them starts.
-
-    Args:
-        device: The device to launch on, with its index.
-    """
+    """Launches candidates on a device in a worker process, which the first of them starts."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = str(device)
@@ -47,12 +43,9 @@ class FirstLaunches:
     def failure(
         self, problem: Problem, candidate: Candidate, memory: int
     ) -> NotCompiledError | None:
-        """Bind and launch ``candidate`` for ``problem`` in the worker, with and without ``out``;
-        returns the failure. None if there was none, or no worker can be started.
-
-        Args:
-            memory: Bytes that the worker's tensors may take.
-        """
+        """Bind and launch ``candidate`` for ``problem`` in the worker, whose tensors may take
+        ``memory`` bytes. Returns the failure; None if there was none, or no worker can be
+        started."""
         about = candidate.kernel.name, problem
         if self._hung[about] >= MOST_HUNG:
             return NotCompiledError(_SKIPPED)

@@ -34,12 +34,8 @@ class Progress:
 
     @contextmanager
     def of(self, title: str, shown: bool | None) -> Iterator[Callable[[], None]]:
-        """A context for tuning one product; yields a function to call after each step.
-
-        Args:
-            title: Names the problem.
-            shown: True: on any stderr; False: never; None: only in a terminal or a notebook.
-        """
+        """A context for tuning the product ``title``; yields a function to call after each step.
+        ``shown``: on any stderr, or never; None: only in a terminal or a notebook."""
         began = time.monotonic()
         if began - self._ended > APART:
             self._count, self._waited = 0, 0.0

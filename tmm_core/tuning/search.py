@@ -14,6 +14,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tmm_base.guards import suppress
 from tmm_cache import CandidateResult, TuningRecord
 
 from tmm_core.errors import error_text, reraise
@@ -394,13 +395,10 @@ def _hinted(hints: Hints, kernels: Sequence[Kernel[Any]], problem: Problem) -> l
         kernel = by_name.get(name)
         if kernel is None or name == BASELINE:
             continue
-        try:
+        with suppress(Exception):  # a config of another version: drop the hint
             hinted = Candidate(kernel, read_config(kernel, config))
             if not hinted.config.unmet_promises(problem):
                 found[hinted] = None
-        except Exception as error:  # a config of another version: drop the hint
-            reraise(error)
-            continue
     return list(found)[:MOST_HINTS]
 
 
@@ -408,8 +406,6 @@ def estimate_us(
     problem: Problem, kernel: Kernel[Any], config: Config | None = None
 ) -> float | None:
     """A kernel's own estimate for a config, or for its default config; None if it has none."""
-    try:
+    with suppress(Exception):  # drops the estimate, not the kernel
         return kernel.estimate_us(problem, config or kernel.default_config(problem))
-    except Exception as error:  # drops the estimate, not the kernel
-        reraise(error)
-        return None
+    return None

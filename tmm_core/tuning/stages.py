@@ -78,8 +78,8 @@ MOST_REPEATS, LEAST_REPEATS, REPEATS_US = 60, 4, 20e3
 
 
 class Tuning:
-    """The tuning of one problem. The caller takes all steps of :meth:`run`, then :meth:`conclude`
-    returns the results. :meth:`release` must be called in any case."""
+    """The tuning of one problem: take all steps of :meth:`run`, then :meth:`conclude` returns the
+    results. :meth:`release` must be called in any case."""
 
     def __init__(
         self,
@@ -144,11 +144,8 @@ class Tuning:
         return self._launchers.deadline.passed
 
     def _require_baseline(self) -> None:
-        """Refuse a record without BLAS: a kernel would win because BLAS had too little memory.
-
-        Raises:
-            RuntimeError: BLAS failed, and the environment may be to blame, or nothing else runs.
-        """
+        """Refuse a record without BLAS if the environment may be to blame, or if nothing runs: a
+        kernel would win because BLAS had too little memory."""
         for run in self.runs:
             if run.is_baseline and run.cause is not None:
                 raise RuntimeError(f"{BASELINE} does not run: {run.reason}") from run.raised
@@ -331,11 +328,8 @@ class Tuning:
             return []
 
     def _report_untimed(self) -> None:
-        """Warn once that candidates could not be timed.
-
-        Raises:
-            RuntimeError: None was timed. The tuning then ends with this error alone.
-        """
+        """Warn once that candidates could not be timed. If none was, the tuning ends with this as
+        its only error."""
         if not self._untimed or self._is_reported:
             return
         if self.runs and not any(run.samples for run in self.runs):
@@ -491,6 +485,5 @@ def _unverified(run: CandidateRun | None) -> CandidateRun | None:
 
 
 def _repeats(us: float) -> int:
-    """The number of launches, of ``us`` each, to verify a winner: :data:`MOST_REPEATS`, or as
-    many as :data:`REPEATS_US` allows."""
+    """The number of launches, of ``us`` each, that verify a winner."""
     return max(LEAST_REPEATS, min(MOST_REPEATS, int(REPEATS_US / us))) if us > 0 else MOST_REPEATS

@@ -55,11 +55,8 @@ class Noted:
     tried: Mapping[str, int] = field(default_factory=dict)
 
     def again(self, fingerprint: str, here: bool) -> frozenset[Able]:
-        """Return the kernels that a call tries again.
-
-        Args:
-            here: This process has already tried them, under this toolchain.
-        """
+        """Return the kernels that a call tries again; ``here``: this process has already tried
+        them, under this toolchain."""
         count = self.tried.get(fingerprint, 0)
         if count == 0:
             return frozenset(self.kernels)
