@@ -210,8 +210,7 @@ def _if_interrupted(stack: list[Enabled]) -> Iterator[None]:
 
 
 def _change(stack: list[Enabled]) -> None:
-    """Put the last of ``stack`` in force. If an exception interrupts this, it can be called again,
-    with any stack."""
+    """Put the last of ``stack`` in force. If interrupted, it can be called again, with any."""
     global _last
     if _stack:
         _last = _stack[-1]
@@ -227,8 +226,7 @@ def _change(stack: list[Enabled]) -> None:
 
 
 def _answer_anew() -> None:
-    """Answer the operators again that were left to torch, since records, settings or plugins
-    changed."""
+    """Answer operators left to torch again: records, settings or plugins changed."""
     with _lock:
         for operator in [each for enabled in _stack for each in enabled.answered.values()]:
             if operator.left:

@@ -43,8 +43,7 @@ _IS_OWN = tuple(role.name in OWN for role in _ROLES)
 
 @functools.cache
 def _streams(device: torch.device, thread: int) -> list[torch.cuda.Stream]:
-    """The further streams of a thread. A capture takes a stream for itself, so that threads share
-    none."""
+    """The further streams of a thread. Threads share none: a capture takes its streams."""
     return [torch.cuda.Stream(device) for _ in range(_STREAMS)]
 
 

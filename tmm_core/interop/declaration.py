@@ -109,8 +109,7 @@ def rewritten(
 
 
 def _in_memory(*tensors: Tensor) -> bool:
-    """Whether a kernel can use these tensors directly, and no mode or transform has to see the
-    call."""
+    """Whether kernels can use these tensors, and no mode or transform has to see the call."""
     return (
         not compat.dispatch_modes()
         and not autograd_state.differentiated(*tensors)

@@ -104,8 +104,7 @@ def _is_eager(call: GroupedArguments) -> bool:
 
 
 def _known(y: Tensor, offs: Tensor, along: str) -> Tensor:
-    """Return a mask of the rows or columns of the result that are in a group. If K is ragged, all
-    are."""
+    """Return a mask of the rows or columns of the result in a group; all are if K is ragged."""
     if along == "k":
         return torch.ones((), dtype=torch.bool, device=y.device)
     dimension = ("m", "n").index(along)
@@ -115,8 +114,7 @@ def _known(y: Tensor, offs: Tensor, along: str) -> Tensor:
 
 
 class _Product(autograd_state.OneLevel):
-    """``epilogue(alpha · (a @ b) + bias) + residual`` for an epilogue with ``output_vjp``; with a
-    residual only if the epilogue is the identity."""
+    """As :class:`tmm_core.interop.gradients.Product`, for groups."""
 
     @staticmethod
     def forward(

@@ -263,8 +263,7 @@ def _choice(problem: Problem) -> Choice:
 
 
 def _is_decided(product: Node) -> bool:
-    """Whether a call of the product alone does not tune: there is a record, or BLAS alone serves
-    it."""
+    """Whether a call of the product alone does not tune: by a record, or because of BLAS."""
     choice = _choice(problem_of(tails.bare(product), terms_of(product)))
     return choice.origin in ("cache", "tuned", "fallback")
 
@@ -304,8 +303,7 @@ def _hints(sizes: Any) -> list[int]:
 
 
 def _flat(shape: Any) -> list[int] | None:
-    """Return a shape as an argument of a reshape, with -1 for a dynamic size; None if several are
-    dynamic."""
+    """Return a shape for a reshape, -1 for a dynamic size; None if several are dynamic."""
     sizes = [-1 if isinstance(size, torch.SymInt) else int(size) for size in shape]
     return sizes if sizes.count(-1) <= 1 else None
 

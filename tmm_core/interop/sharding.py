@@ -138,8 +138,7 @@ def _rules(call: Any, dimensions: Mapping[str, Names], free: Names) -> list[Rule
 
 
 def _shard(t: Any, dimensions: Names, along: object) -> Placement:
-    """Return the shard of ``t`` along a dimension; replicated if ``t`` lacks the dimension or is
-    broadcast along it."""
+    """Return the shard of ``t`` along a dimension; replicated if ``t`` lacks it or is broadcast."""
     own = dimensions[max(0, len(dimensions) - t.ndim) :]
     if along not in own or t.shape[own.index(along)] == 1:
         return Replicate()
@@ -205,8 +204,7 @@ def _decide(call: Arguments, kind: Any, transposed: bool) -> torch.Tensor:
 
 
 def _unmoved(call: Arguments, specs: Sequence[Any]) -> list[Placement] | None:
-    """The placements of the result if a rule holds for the operands as they are placed, along each
-    dimension of the mesh; else None."""
+    """The placements of the result if a rule holds for the operands' placements; else None."""
     if len({spec.mesh for spec in specs}) > 1:
         return None
     named = (name for name in ("a", "b", "bias", "residual") if getattr(call, name) is not None)

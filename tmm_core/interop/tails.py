@@ -142,8 +142,7 @@ def pairs(graph: torch.fx.Graph) -> Iterator[tuple[Tail, Tail]]:
 
 
 def _ending_in(last: Any) -> Tail | None:
-    """Return the product that ends in ``last``, perhaps with a reshape, and that nothing else
-    reads."""
+    """Return the product, perhaps reshaped, that ends in ``last`` and that nothing else reads."""
     if not isinstance(last, Node) or _only_user(last) is None:
         return None
     source = last.args[0] if last.target in RESHAPES else last
@@ -212,8 +211,7 @@ def _activation(z: Node, own: torch.dtype) -> tuple[str, list[Node]] | None:
 
 
 def _with_gate(tail: Tail) -> Tail | None:
-    """Return the tail with the product of an activation of the left half of the columns and the
-    right half; None if there is none."""
+    """Return the tail with ``activation(left half) * right half``; None if there is none."""
     grown = _through(tail)
     columns = tail.product.meta["val"].shape[-1]
     if not isinstance(columns, int) or columns % 2 or not _has_example(grown.last):
@@ -241,8 +239,7 @@ def _with_gate(tail: Tail) -> Tail | None:
 
 
 def _halves(z: Node, half: int) -> tuple[Node, Node, list[Node]] | None:
-    """Return the left and the right half of the columns of ``z``, and the nodes that cut it; None
-    if ``z`` is read otherwise."""
+    """Return the halves of the columns of ``z``, and the nodes that cut it, if all readers do."""
     dims, users = (-1, z.meta["val"].dim() - 1), list(z.users)
     parts: dict[Any, Node] = {}
     if len(users) == 1 and users[0].target in SPLITS:
@@ -346,8 +343,7 @@ def _closed(nodes: list[Node], root: Node) -> bool:
 
 
 def _summand_of(product: Node) -> tuple[Node | None, Node | None]:
-    """Return the summand of ``addmm``: as a bias if it has one number for each column, else as a
-    residual."""
+    """Return the summand of ``addmm``: a bias if it has one number per column, or a residual."""
     if product.target is not aten.addmm.default:
         return None, None
     c: Any = product.args[0]

@@ -312,8 +312,7 @@ class _Conversion:
                 module.merge()
 
     def _weights_of_products(self) -> Iterator[tuple[Any, str, bool]]:
-        """Layers and experts whose products are tmm's, the names of their weights, and whether
-        these have K first."""
+        """Layers and experts that tmm computes, their weights' names, and whether K is first."""
         for layer in self._layers:
             yield layer, "weight", not isinstance(layer, nn.Linear)  # a Conv1D's is [K, N]
         for module in self._paths:
@@ -332,8 +331,7 @@ class _Conversion:
     # -- report --------------------------------------------------------------------------
 
     def _leave(self, module: nn.Module, reason: str | None) -> bool:
-        """Report why torch computes the products of a module, if there is a reason; returns
-        whether there is."""
+        """Report why torch computes the products of a module; returns whether there is a reason."""
         if reason is not None:
             self._report.left.append(LeftAlone(self._path(module), type(module).__name__, reason))
         return reason is not None

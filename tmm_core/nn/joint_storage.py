@@ -95,8 +95,7 @@ def stackable(parts: Sequence[Tensor]) -> bool:
 
 
 def _alike(parts: Sequence[Tensor]) -> bool:
-    """Whether all are quantised in the same format, with scales for each row or parts of it, and
-    without zero points."""
+    """Whether all are quantised in one format, by scales along rows and without zero points."""
     start = parts[0]
     return isinstance(start, Quantized) and all(
         isinstance(t, Quantized)

@@ -181,8 +181,7 @@ def _projected(forward: Any) -> tuple[str, ...]:
 
 
 def _head_shapes(function: ast.FunctionDef) -> Iterator[tuple[str, str]]:
-    """Yield the name of each shape ``(*x.shape[:-1], -1, self.head_dim)`` and of its tensor
-    ``x``."""
+    """Yield the names of each shape ``(*x.shape[:-1], -1, self.head_dim)`` and of its ``x``."""
     written = [n.id for n in _names(function) if isinstance(n.ctx, ast.Store)]
     leading: dict[str, str] = {}
     for step in function.body:

@@ -131,8 +131,7 @@ def _column_sharded(layer: Any) -> bool:
 
 
 def _placing(hooks: Mapping[int, Any]) -> list[Any] | None:
-    """A comparable description of a layer's hooks; None if one of them is not torch's own for
-    placing inputs or outputs."""
+    """A comparable description of a layer's hooks; None if one is not torch's own for placing."""
     done = []
     for hook in hooks.values():
         # A closure of distribute_module over the style's function and the mesh.

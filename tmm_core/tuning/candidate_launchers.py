@@ -134,8 +134,7 @@ class CandidateLaunchers:
         return [compiled for compiled in self._waiting.values() if not compiled.done()]
 
     def _launch_first(self, first: FirstLaunches) -> None:
-        """Once the jobs are compiled, launch their candidates in another process. A job that fails
-        there gets a future with the failure."""
+        """Launch compiled candidates elsewhere; a failure becomes the future of its job."""
         waiting = self._waiting
         wait(waiting.values(), timeout=max(0.0, self.deadline.at - time.monotonic()))
         self.compilers.cancel_pending([*waiting.values()])
@@ -187,8 +186,7 @@ class CandidateLaunchers:
         return found
 
     def _collect(self, now: float) -> None:
-        """Take the outcomes of threads that ended. Give up candidates that have taken too long;
-        their threads go on."""
+        """Take the outcomes of ended threads. Give up candidates that took too long."""
         for job, (begun, answer) in list(self._binding.items()):
             if answer.done():
                 self._outcomes[job] = answer.result()
@@ -199,8 +197,7 @@ class CandidateLaunchers:
             del self._binding[job]
 
     def _start(self, most: int) -> None:
-        """Start threads for compiled candidates, at most ``most`` in all. If no thread can be
-        started, bind one candidate here."""
+        """Start up to ``most`` threads for compiled candidates; if none starts, bind one here."""
         for job, compiled in list(self._waiting.items()):
             late = self.deadline.passed and job[1].kernel.name != BASELINE
             if not compiled.done() or (len(self._binding) >= most and not late):

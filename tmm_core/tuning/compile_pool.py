@@ -74,8 +74,7 @@ def compiling_threads() -> int:
 
 
 def _program(folder: str) -> list[str]:
-    """Python's arguments that start the host's program. One inside an archive cannot be started,
-    so it is copied to the folder."""
+    """The host's program, copied to the folder if an archive holds it: it cannot start there."""
     path = Path(pool_host.__file__)
     if not path.is_file():
         path = Path(folder, path.name)
@@ -139,8 +138,7 @@ class Compilers:
         self._broken = False
 
     def _follow_fork(self) -> None:
-        """In a forked child, drop the parent's pool, and the lock that another thread of the parent
-        may have held."""
+        """In a forked child, drop the parent's pool, and its lock, which a thread may have held."""
         if self._process != os.getpid():
             if self._host is not None:
                 self._host.process.returncode = 0  # not this process's child
@@ -197,8 +195,7 @@ class Compilers:
         return {"environ": {**os.environ, **self._kind.variables}, "folder": _folder()}
 
     def _running(self) -> _Host | None:
-        """The host; a new one if there is none or its plugins differ; None if none can be
-        started."""
+        """The host, a new one if its plugins differ; None if none can be started."""
         if self._broken or not _startable():
             return None
         found = _circumstances()
@@ -406,8 +403,7 @@ def _compiles(kernel: Kernel[Any]) -> bool:
 
 
 def _startable() -> bool:
-    """Whether this platform can fork, and this executable is Python. A program that embeds Python
-    would be started a second time."""
+    """Whether this platform forks, and this executable is Python and not a program around it."""
     name = os.path.basename(sys.executable or "").lower()
     return hasattr(os, "fork") and "python" in name and not getattr(sys, "frozen", False)
 

@@ -171,8 +171,7 @@ class Search:
     def _estimated(
         self, kernel: Kernel[Any], configs: Sequence[Config], deadline: Deadline
     ) -> Steps[list[Candidate]]:
-        """Return the candidates with these configs. After the deadline only the first is estimated,
-        and the others are dropped."""
+        """The candidates with these configs; after the deadline only the first is estimated."""
         candidates: dict[Candidate, None] = {}
         for config in dict.fromkeys(c for c in configs if not c.unmet_promises(self._problem)):
             if deadline.passed and candidates:
@@ -294,8 +293,7 @@ class Search:
     def _scale(
         self, times: Mapping[Candidate, float], caution: Sequence[float]
     ) -> dict[Kernel[Any], float]:
-        """The least ratio of measured to estimated time of each kernel, times the factor in
-        ``caution`` for the number of its timed candidates."""
+        """The least ratio of measured to estimated time of each kernel, times its ``caution``."""
         ratios: dict[Kernel[Any], list[float]] = {}
         for candidate, us in times.items():
             if estimate := self._estimates.get(candidate):

@@ -154,8 +154,7 @@ class Tuning:
             raise RuntimeError(f"no candidate runs; {BASELINE}: {why}")
 
     def _search(self, search: Search) -> Steps[None]:
-        """Verify and screen candidates once they are compiled, while others compile. Candidates
-        that can no longer win are not waited for."""
+        """Verify and screen compiled candidates; others are awaited only if they may still win."""
         trying: dict[Candidate, CandidateRun] = {}
         batch = search.first()
         following = search.speculative(len(batch), self._launchers.compilers.workers - len(batch))
@@ -293,8 +292,7 @@ class Tuning:
         yield ()
 
     def _measure_in_steady_state(self, racing: Sequence[CandidateRun]) -> Steps[None]:
-        """Time the candidates back to back, one after the other. A candidate is timed twice at
-        most; the mean then counts."""
+        """Time the candidates back to back, at most twice each; the mean then counts."""
 
         def sample(_: list[CandidateRun], runners: list[Runner]) -> Steps[Samples]:
             options = {"copies": len(runners[0].inputs), "steady_us": STEADY_US}

@@ -195,8 +195,7 @@ class Tuner:
                 tuning.release()
 
     def _charged(self, steps: Steps[T], deadline: Deadline) -> Steps[T]:
-        """Run ``steps``. Pauses, and the start of compile processes, are not charged to the
-        budget."""
+        """Run ``steps``. Pauses and the compile processes' start are not charged to the budget."""
         rested = None
         try:
             while True:
