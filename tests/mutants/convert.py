@@ -107,7 +107,7 @@ CONVERTED = [
            "        return _Recipe(*self._origin[1:])\n\n    def __reduce__",
            "copies are not fused", (f"{CONVERT}::test_copies_and_pickles",)),
     Mutant("convert-undo-hooks", "nn/together.py",
-           "        self.separate()\n        self._remove_hooks()\n", "        self.separate()\n",
+           "        self.separate()\n        for hooks", "        self.separate()\n        return\n        for hooks",
            "an undone module calls a method that it lost",
            (f"{NN}::test_undo_puts_the_very_modules_back_with_todays_values",)),
     Mutant("passed-parts-forgotten", "interop/aten_answers.py",

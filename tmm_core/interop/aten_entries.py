@@ -53,12 +53,8 @@ _NAMES: dict[str, Any] = {
 
 
 def product(others: tuple[str, ...], op: Operator) -> Callable[..., Any]:
-    """The entry of a product ``a @ b``, or ``beta · c + alpha · (a @ b)``.
-
-    Args:
-        others: The tensors besides ``a`` and ``b``: a summand ``c``, and ``out``, with which
-            compiled graphs call it.
-    """
+    """The entry of a product ``a @ b``, or ``beta · c + alpha · (a @ b)``. Its other tensors are a
+    summand ``c``, and ``out``, with which compiled graphs call it."""
     return _maker(others)(op, op.torchs, op.first, op.pace)  # type: ignore[no-any-return]
 
 

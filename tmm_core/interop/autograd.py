@@ -30,8 +30,7 @@ Tensor = torch.Tensor
 
 
 def matmul(*given: Any) -> Tensor:
-    """The operator's kernel for the Autograd dispatch key, which passes arguments in the schema's
-    order and omits trailing defaults."""
+    """The operator's kernel for the Autograd dispatch key; trailing defaults are omitted."""
     tensors = [t for t in given if isinstance(t, Tensor)]
     if not autograd_state.differentiated(*tensors):
         with compat.below_autograd():

@@ -51,8 +51,7 @@ def apply_stage(stage: Epilogue, z: Tensor) -> Tensor:
 
 @contextmanager
 def outer_levels() -> Iterator[None]:
-    """Enable derivatives in both modes, for outer transforms: custom functions run with both modes
-    off."""
+    """Enable both modes for outer transforms: custom functions run with both off."""
     if not transforms_active():
         yield
         return

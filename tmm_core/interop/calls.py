@@ -23,8 +23,7 @@ def text_of(epilogue: EpilogueLike) -> str:
 
 
 def interned_text(epilogue: EpilogueLike) -> str:
-    """Return :func:`text_of`, and store the epilogue where a tracer finds it without tracing the
-    registry."""
+    """Return :func:`text_of`, and store the epilogue so that no tracer enters the registry."""
     if isinstance(epilogue, Epilogue):
         return epilogue.interned()
     return _parsed_text(epilogue or None)

@@ -25,8 +25,7 @@ TURNS = {aten.permute.default, aten.t.default, aten.transpose.int}
 
 
 def frozen(graph: torch.fx.Graph) -> set[Node]:
-    """Return the parameters of a graph that torch will turn into constants: inputs, or attributes
-    in an export."""
+    """Return the parameters, inputs or attributes of an export, that torch will make constants."""
     if not compat.inductor_config().freezing or torch.is_grad_enabled():
         return set()
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
@@ -37,11 +36,8 @@ def frozen(graph: torch.fx.Graph) -> set[Node]:
 
 def join(graph: torch.fx.Graph, gate: Tail, up: Tail, known: set[Node]) -> Node | None:
     """Make one product of two that differ in their weights, with the gate's columns first, and let
-    the users of both read its halves. Returns the product; None if a weight is not frozen.
-
-    Args:
-        known: The parameters that torch will turn into constants.
-    """
+    the users of both read its halves. Returns the product; None if a weight is not ``known`` to
+    become a constant."""
     weights: Any = [tail.product.args[-1] for tail in (gate, up)]
     biases: Any = [tail.product.args[0] for tail in (gate, up) if len(tail.product.args) == 3]
     sources = set(map(_source, weights))

@@ -47,11 +47,8 @@ def needs_fallback(a: Tensor, b: Tensor, bias: Tensor | None, residual: Tensor |
 
 
 def answer(matmul: Callable[[Arguments, Any], Tensor], call: Arguments) -> Tensor:
-    """Return the result of a call for which :func:`needs_fallback` is true.
-
-    Args:
-        matmul: Computes a call with an epilogue. It is used if kernels can serve the call once its
-            bias has another form.
+    """Return the result of a call for which :func:`needs_fallback` is true. ``matmul`` computes the
+    call if kernels can serve it once its bias has another form.
 
     Raises:
         UnsupportedProblemError: A kernel is forced, and an operand has no strides.
@@ -84,10 +81,7 @@ def foreign(*tensors: Any) -> bool:
 
 def by_type(call: Arguments, linear: bool = False) -> Tensor:
     """Compute a product by torch's own function, which a tensor's type overrides, and all that
-    follows the product by torch.
-
-    Args:
-        linear: ``b`` is the weight ``[N, K]`` of ``torch.nn.functional.linear``.
+    follows the product by torch. ``linear``: ``b`` is a weight ``[N, K]``, for ``F.linear``.
 
     Raises:
         UnsupportedProblemError: A kernel is forced.
@@ -193,8 +187,7 @@ def _finished(
 
 
 def copied_to(y: Tensor, out: Tensor | None, *inputs: Tensor | None) -> Tensor:
-    """Return the result, copied to ``out`` if there is one; raises if ``out`` does not fit or
-    overlaps an input."""
+    """Return the result, copied to ``out`` if there is one; raises if that does not fit."""
     if out is None:
         return y
     apart = [t for t in inputs if t is not None and strided(t)]

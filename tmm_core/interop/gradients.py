@@ -23,12 +23,8 @@ Tensor = torch.Tensor
 
 
 class Call:
-    """The state besides tensors that the backward of a product needs.
-
-    Args:
-        transposed: ``b`` is a layer's weight, ``[N, K]``.
-        eager: The forward call needed no dispatcher.
-    """
+    """The state besides tensors that the backward of a product needs. ``transposed``: ``b`` is a
+    layer's weight, ``[N, K]``; ``eager``: the forward call needed no dispatcher."""
 
     __slots__ = (
         *("a", "alpha", "b", "bias", "dtype", "eager", "head", "residual", "settings"),
@@ -88,12 +84,7 @@ class Product(autograd_state.OneLevel):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        a: Tensor,
-        b: Tensor,
-        bias: Tensor | None,
-        residual: Tensor | None,
-        how: Recorded,
+        ctx: Any, a: Tensor, b: Tensor, bias: Tensor | None, residual: Tensor | None, how: Recorded
     ) -> Tensor:
         alpha, head, text, outside, out_dtype, parts, transposed, eager = how
         of_b = b.t() if transposed else b
@@ -278,12 +269,8 @@ follow = _Following.apply  # type: ignore[attr-defined]
 
 
 def followed(z: Tensor, rest: Epilogue, eager: bool) -> Tensor:
-    """Apply ``rest``, the part of the epilogue after a product: by kernels if there are any, else
-    by torch's operators.
-
-    Args:
-        eager: Only a gradient is recorded, at one level. Kernels serve only such calls.
-    """
+    """Apply ``rest``, the part of the epilogue after a product: by kernels if there are any and
+    only a gradient is recorded, at one level (``eager``), else by torch's operators."""
     found = kernels(rest, z.shape[-1], z.dtype, z) if eager else None
     if found is not None:
         return follow(z, rest, found)  # type: ignore[no-any-return]

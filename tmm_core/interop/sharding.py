@@ -37,14 +37,7 @@ from tmm_core.interop import grouped_operator, operator
 from tmm_core.interop.autograd_state import recorded
 from tmm_core.launch import warm
 from tmm_core.launch.grouped_call import ragged_along
-from tmm_core.spec.arguments import (
-    GROUPED_ROLES,
-    PARTS,
-    ROLES,
-    Arguments,
-    GroupedArguments,
-    Role,
-)
+from tmm_core.spec.arguments import GROUPED_ROLES, PARTS, ROLES, Arguments, GroupedArguments, Role
 
 #: Placements of the result, then of each tensor argument in the operator's order.
 Rule = tuple[list[Placement], list[Placement]]
@@ -151,11 +144,7 @@ def in_place(call: Arguments, transposed: bool) -> torch.Tensor | None:
 
     DTensor's dispatch of an operator that is written in Python takes about 100 µs on the host, as
     long as a small product takes on a GPU. So a call is dispatched once for each kind of operands,
-    and the placements of its result serve later calls.
-
-    Args:
-        call: Without an output and scales.
-        transposed: Whether ``call.b`` is a weight [N, K].
+    and the placements of its result serve later calls. ``transposed``: ``call.b`` is [N, K].
     """
     tensors = call.a, call.b, call.bias, call.residual
     given: list[Any] = [t for t in tensors if t is not None]

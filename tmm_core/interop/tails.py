@@ -46,10 +46,7 @@ ACTIVATIONS: tuple[tuple[str, tuple[Any, ...]], ...] = (
     ("silu", (aten.div.Tensor, Z, (aten.add.Tensor, _EXP, 1))),
     ("silu", (aten.mul.Tensor, Z, (aten.sigmoid.default, Z))),
     ("gelu", (aten.mul.Tensor, _HALF, (aten.add.Tensor, _ERF, 1))),
-    (
-        "gelu_tanh",
-        (aten.mul.Tensor, _HALF, (aten.add.Tensor, (aten.tanh.default, _INNER), 1)),
-    ),
+    ("gelu_tanh", (aten.mul.Tensor, _HALF, (aten.add.Tensor, (aten.tanh.default, _INNER), 1))),
     ("softcap", (aten.mul.Tensor, (aten.tanh.default, (aten.div.Tensor, Z, P)), P)),
 )
 _ROOTS = {expression[0] for _, expression in ACTIVATIONS}
@@ -88,8 +85,7 @@ class Tail:
 
 
 def tails(graph: torch.fx.Graph) -> Iterator[Tail]:
-    """Yield each product of the graph with its longest tail whose inner values nothing else
-    reads."""
+    """Yield each product of the graph with its longest tail of values that nothing else reads."""
     for product in list(graph.nodes):
         if is_product(product, PRODUCTS):
             yield tail_of(product)

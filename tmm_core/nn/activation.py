@@ -135,8 +135,7 @@ def is_elementwise(node: fx.Node) -> bool:
 
 
 def of_node(node: fx.Node, candidates: Iterable[str] = ACTIVATIONS) -> str | None:
-    """The epilogue that a node applies to its only input by calling a torch function; None if there
-    is none."""
+    """The epilogue that a node applies to its only input by a torch function, or None."""
     if not is_elementwise(node) or len(node.all_input_nodes) != 1:
         return None
     source = node.all_input_nodes[0]
@@ -155,8 +154,7 @@ def of_node(node: fx.Node, candidates: Iterable[str] = ACTIVATIONS) -> str | Non
 
 
 def named(function: Callable[[torch.Tensor], Any], candidates: Iterable[str]) -> str | None:
-    """The candidate whose values equal those of ``function``, near zero and far from it; None if
-    there is none."""
+    """The candidate whose values equal those of ``function`` near zero and far from it, or None."""
     near = torch.linspace(-40.0, 40.0, 4001, dtype=torch.float64, device="cpu")
     grid = torch.cat([near, near * 250.0])
     with torch.no_grad():

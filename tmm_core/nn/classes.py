@@ -96,8 +96,7 @@ class ProductLayer(nn.Module):
 
 
 def loaded(module: str, name: str) -> Any:
-    """A class of another library; None while its module is not imported, so that no model can
-    have an instance."""
+    """A class of another library; None until it is imported: no model has an instance before."""
     return getattr(sys.modules.get(module), name, None)
 
 

@@ -15,8 +15,7 @@ Tensor = torch.Tensor
 
 
 def theirs() -> Any:
-    """Transformers' class; None until Transformers is imported: no model can have this layer
-    before."""
+    """Transformers' class; None until it is imported."""
     return loaded("transformers.pytorch_utils", "Conv1D")
 
 

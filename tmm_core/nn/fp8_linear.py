@@ -19,8 +19,7 @@ Tensor = torch.Tensor
 
 
 def theirs() -> Any:
-    """Transformers' class; None until Transformers is imported, since no model can have this layer
-    before."""
+    """Transformers' class; None until it is imported."""
     return loaded("transformers.integrations.finegrained_fp8", "FP8Linear")
 
 

@@ -108,8 +108,7 @@ class GatedMLP(Together):
         self.up_proj = Linear(hidden_size, intermediate_size, bias, device, dtype)
         self.down_proj = Linear(intermediate_size, hidden_size, bias, device, dtype)
         self._gate_by(activation)
-        self._register_hooks()
-        self.merge()
+        self._swapped_in()
 
     def _gate_by(self, epilogue: EpilogueLike) -> None:
         parsed = gated_by(epilogue)

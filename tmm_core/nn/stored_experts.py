@@ -68,8 +68,7 @@ def unfit(layer: Any) -> str | None:
 
 
 def out_of_reach(layer: nn.Module) -> str | None:
-    """Why an operand cannot describe weights that were rearranged for other kernels; None if they
-    were not."""
+    """Why no operand describes weights that were rearranged for other kernels, or None."""
     theirs = loaded("transformers.integrations.mxfp4", "Mxfp4GptOssExperts")
     if theirs is None or type(layer) is not theirs:
         return None

@@ -44,8 +44,7 @@ def quantised(weight: Tensor, format: str) -> Quantized:
 
 
 def read(weight: Any) -> Quantized | None:
-    """The operand that another library's weight stands for, in the same memory; None if no format
-    describes it."""
+    """The operand of another library's weight, in the same memory; None if there is none."""
     found = foreign.read(weight)
     return None if found is weight else found
 

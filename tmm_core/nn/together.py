@@ -69,20 +69,14 @@ class Together(nn.Module):
                         parameter.data = parameter.data.clone()
 
     def _swapped_in(self) -> None:
-        """Called after the module's class was changed to this one."""
-        self._register_hooks()
+        """Called once the module is of this class."""
+        self.register_load_state_dict_post_hook(_merge_hook)  # type: ignore[no-untyped-call]
+        self.register_state_dict_post_hook(_apart_hook)  # type: ignore[no-untyped-call]
         self.merge()
 
     def _swapped_out(self) -> None:
         """Called before the module's class is changed back."""
         self.separate()
-        self._remove_hooks()
-
-    def _register_hooks(self) -> None:
-        self.register_load_state_dict_post_hook(_merge_hook)  # type: ignore[no-untyped-call]
-        self.register_state_dict_post_hook(_apart_hook)  # type: ignore[no-untyped-call]
-
-    def _remove_hooks(self) -> None:
         for hooks in (self._load_state_dict_post_hooks, self._state_dict_hooks):
             for key in [key for key, hook in hooks.items() if hook in (_merge_hook, _apart_hook)]:
                 del hooks[key]
@@ -145,8 +139,7 @@ _PLAIN = (nn.Parameter, Tensor, compat.fake_tensor(), Quantized)
 
 
 def only_multiply(layers: Sequence[Any], x: Tensor) -> bool:
-    """Whether calling the layers would only compute their products, so that one product can replace
-    the calls."""
+    """Whether one product can replace the calls: the layers would do nothing else."""
     for layer in layers:
         if type(layer) is not Linear or layer._text or interposed(layer):
             return False

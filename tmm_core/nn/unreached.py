@@ -26,19 +26,8 @@ _MODULES: dict[type[nn.Module], str] = {
     nn.Bilinear: "it multiplies by its weight itself",
 }
 
-_PRODUCTS = {
-    "linear",
-    "matmul",
-    "mm",
-    "bmm",
-    "mv",
-    "addmm",
-    "addmv",
-    "addbmm",
-    "baddbmm",
-    "bilinear",
-}
-_PRODUCTS |= {"einsum", "tensordot", "multi_dot", "scaled_dot_product_attention"}
+_PRODUCTS = {"linear", "matmul", "mm", "bmm", "mv", "addmm", "addmv", "addbmm", "baddbmm"}
+_PRODUCTS |= {"bilinear", "einsum", "tensordot", "multi_dot", "scaled_dot_product_attention"}
 _PRODUCTS |= {"grouped_mm", "_grouped_mm", "scaled_mm", "_scaled_mm"}
 _ACTIVATIONS = {each.__name__ for each in SPELLINGS if not isinstance(each, (str, type))}
 #: How far calls of functions are followed.

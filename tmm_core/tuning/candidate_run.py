@@ -67,8 +67,7 @@ class CandidateRun:
 
     @property
     def is_faulty(self) -> bool:
-        """Whether the kernel's own code is at fault. BLAS is never at fault, and a refusal is no
-        fault."""
+        """Whether the kernel's own code is at fault: never BLAS's, and not for a refusal."""
         if self.is_baseline:
             return False
         raised = self.raised is not None and not refuses(self.raised)

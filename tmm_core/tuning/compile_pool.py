@@ -168,8 +168,7 @@ class Compilers:
         return future
 
     def are_starting(self, futures: Iterable[Future[Any]]) -> bool:
-        """Whether ``futures`` wait for a pool that began to start less than
-        :data:`START_PATIENCE` ago."""
+        """Whether ``futures`` wait for a pool that began to start a short time ago."""
         host = self._host
         if host is None or host.started.is_set() or all(future.done() for future in futures):
             return False

@@ -81,8 +81,7 @@ def perform(job: Job) -> Job:
 
 
 def recalled(job: Job) -> tuple[Problem, Candidate]:
-    """Return the problem and the candidate of a job. Raises if this process lacks one of them, or
-    has another version."""
+    """Return the problem and the candidate of a job. Raises if this process lacks one."""
     kernel = _registry.kernel(job["kernel"])
     if kernel.version != job["version"]:
         raise LookupError(f"{kernel.name} is of version {kernel.version} here")

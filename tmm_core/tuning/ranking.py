@@ -141,8 +141,7 @@ def times_around(
 
 
 def compared_at(record: TuningRecord) -> list[int]:
-    """Return every M of the bucket at which a kernel was timed, and the record's own M, sorted. At
-    further M only BLAS is timed."""
+    """Return the record's own M and each M at which a kernel was timed, sorted."""
     kernels = [c for c in record.candidates if c.kernel != BASELINE]
     timed = {record.extent, *(m for kernel in kernels for m in kernel.inside_us)}
     return [m for m in record.measured_at if m in timed]
@@ -186,16 +185,14 @@ def ranked_around(around: Mapping[int, Mapping[CandidateId, float]]) -> list[Can
 
 
 def fastest_blas(around: Mapping[int, Mapping[CandidateId, float]]) -> CandidateId | None:
-    """Return BLAS's candidate with the smallest worst ratio to BLAS's fastest at each M of
-    ``around``."""
+    """Return BLAS's candidate with the smallest worst ratio to BLAS's fastest at each M."""
     own = [{n: us for n, us in times.items() if n[0] == BASELINE} for times in around.values()]
     ratios = behind(dict(enumerate(own)))
     return min(ratios, key=lambda name: (ratios[name], name), default=None)
 
 
 def behind(around: Mapping[int, Mapping[CandidateId, float]]) -> dict[CandidateId, float]:
-    """Return each candidate's largest ratio to the fastest at any M of ``around``, for candidates
-    that were timed at all of them."""
+    """Return the largest ratio to the fastest of each candidate that was timed at every M."""
     common = set.intersection(*(set(times) for times in around.values())) if around else set()
     return {
         name: max(times[name] / min(times.values()) for times in around.values()) for name in common

@@ -9,9 +9,8 @@ there. That clock chose a kernel of 852 µs where cuBLAS takes 670 (2048×28672�
 
 Large products are also timed in steady state (clock ``steady``: replays back to back). A kernel
 that loses to BLAS there does not win. At the limit of power, the GPU clock follows a kernel's own
-power in steady state, and the mean power of all candidates in interleaved bursts. 7424³ on an H200
-is at 1.033 of cuBLAS in bursts, and at 0.935 in steady state. The clock ``alone`` is reported, and
-decides nothing.
+power in steady state, and the mean power of all candidates in interleaved bursts
+(docs/notes/power.md). The clock ``alone`` is reported, and decides nothing.
 """
 
 from __future__ import annotations
@@ -193,8 +192,7 @@ class GraphTimer:
         self._flush = None
 
     def forget_captures(self) -> None:
-        """Free graphs. Runs are captured anew when they are next measured, with outputs in other
-        memory."""
+        """Free graphs. Runs are captured anew, with outputs in other memory."""
         for chain in self._chains.values():
             if chain.graph is not None:
                 chain.graph.reset()

@@ -178,11 +178,8 @@ class Tuner:
         device = current_device(problem.device)
         # Each thread that binds may delay a call by 5 ms (the GIL).
         workers = 1 if settings.on_cache_miss == "background" else self.workers
-        launchers = CandidateLaunchers(
-            *(self.compilers, workers, self.first_launches, device, settings.tune_memory),
-            deadline,
-            ahead,
-        )
+        more = device, settings.tune_memory, deadline, ahead
+        launchers = CandidateLaunchers(self.compilers, workers, self.first_launches, *more)
         return Tuning(problem, settings, self.timer or timer_for(device), launchers, findings)
 
     def _run(self, tuning: Tuning, steps: Steps[None], deadline: Deadline) -> Steps[None]:

@@ -140,8 +140,7 @@ class Untried:
         self._notes(key.device).add(digest(key.to_json()), noted.to_json())
 
     def changed(self) -> bool:
-        """Whether the toolchain changed since this process left kernels untried; true once per
-        change."""
+        """Whether the toolchain changed since kernels were left untried; true once per change."""
         if self._toolchain is None or (now := toolchain.fingerprint()) == self._toolchain:
             return False
         self._toolchain = now
