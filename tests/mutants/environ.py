@@ -397,8 +397,8 @@ ENVIRON = [
     Mutant(
         "untried-infinite-count",
         "tuning/untried.py",
-        "except Exception as error:  # a damaged note may hold anything",
-        "except (LookupError, TypeError, ValueError, AttributeError, AssertionError) as error:",
+        "with suppress(Exception):  # a damaged note may hold anything",
+        "with suppress(LookupError, TypeError, ValueError, AttributeError, AssertionError):",
         "a damaged note ends the first call",
         (TUNING,),
     ),

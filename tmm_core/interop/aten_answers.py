@@ -107,8 +107,7 @@ class Operator:
         passed: Calls that torch's kernel answered.
         slowed: Calls among them whose limit was the host, and that waited for no choice.
         saved_us: GPU time that kernels saved while the GPU was the limit.
-        declined: Why the forced kernel did not serve the last call that torch answered for that
-            reason.
+        declined: Why the forced kernel last declined a call.
         library: Holds the registration of the operator's entry; None: it is not registered.
         left: Why the operator is no longer answered; empty while it is.
     """
@@ -162,11 +161,8 @@ class Operator:
         call: Arguments | GroupedArguments | None,
         wrap: Callable[[Any], Callable[..., Tensor]] | None = None,
     ) -> Answer:
-        """Choose the answer of a new key, which later calls replay.
-
-        Args:
-            call: The arguments of tmm's own operator; None: torch answers.
-            wrap: Makes a launcher from a plan; by default the plan's own is used.
+        """Choose the answer of a new key, which later calls replay. Torch answers without a call
+        of tmm's operator; ``wrap`` makes a launcher from a plan, if not the plan's own.
 
         Raises:
             CacheMissError: ``on_cache_miss="error"`` and no record.
@@ -237,11 +233,8 @@ class Operator:
         return problem, fold
 
     def failed(self, key: tuple[Any, ...], plan: Answer, error: BaseException) -> None:
-        """Quarantine the kernel of an answer that raised, so that torch's kernel answers instead.
-
-        Raises:
-            BaseException: ``error``, if the caller should see it.
-        """
+        """Quarantine the kernel of an answer that raised, so that torch's kernel answers instead;
+        or raise ``error``, if the caller should see it."""
         if not warm.quarantine(plan, error):
             raise error
         answers.pop(key, None)

@@ -27,11 +27,7 @@ EIGHT_BIT = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def plain_call(offset: int, a: Tensor, b: Tensor, out: Tensor | None = None) -> Arguments | None:
-    """Convert a call of ``mm`` or ``bmm``.
-
-    Args:
-        offset: The low four bits of all addresses: 0 if all are multiples of 16.
-    """
+    """Convert a call of ``mm`` or ``bmm``; ``offset`` are the low four bits of all addresses."""
     one_device = all(t.device == a.device for t in (b, out) if t is not None)
     if offset or a.dtype not in DTYPES or a.dtype != b.dtype or not one_device:
         return None

@@ -39,13 +39,11 @@ from tmm_core.settings import overridden
 
 Tensor = torch.Tensor
 
-deterministic, fp32_precision = compat.deterministic, compat.fp32_precision
-
-
 #: The names that generated entries use.
 _NAMES: dict[str, Any] = {
     "PLAIN": PLAIN, "INSIDE": INSIDE, "THROUGH": THROUGH, "answers": answers, "through": through,
-    "overridden": overridden, "deterministic": deterministic, "fp32_precision": fp32_precision,
+    "overridden": overridden, "deterministic": compat.deterministic,
+    "fp32_precision": compat.fp32_precision,
     "float32": torch.float32, "ranges_meet": ranges_meet, "plain_call": plain_call,
     "call_with_summand": call_with_summand, "LEAST_ALPHA": LEAST_ALPHA,
     "MOST_ALPHA": MOST_ALPHA,
@@ -124,7 +122,7 @@ def _statements(others: tuple[str, ...]) -> Iterator[str]:
 def with_parts(call_of: Any, launch_of: Any, op: Operator) -> Callable[..., Any]:
     """The entry of a product with scales or groups. ``call_of`` converts a call, and ``launch_of``
     the launcher of a plan (:mod:`tmm_core.interop.aten_calls`)."""
-    torchs, first = op.torchs, op.first
+    torchs, first, deterministic = op.torchs, op.first, compat.deterministic
 
     def entry(keys: Any, *given: Any, **named: Any) -> Any:
         tensors = [t for t in given if isinstance(t, Tensor)]

@@ -62,10 +62,8 @@ def in_parts(
 
     Args:
         parts: Arguments of stored operands, which are only checked: such calls have no derivative.
-        transposed: ``b`` is a layer's weight, ``[N, K]``. A transposed view of it would be another
-            node.
-        eager: The call needs no dispatcher (:func:`tmm_core.launch.warm.fast_path_allowed`): one
-            node, without the operator.
+        transposed: ``b`` is a layer's weight ``[N, K]``, of which a view would be another node.
+        eager: The call needs no dispatcher: one node, without the operator.
     """
     product: Any = Product.apply if eager else functools.partial(autograd_state.record, Product)  # type: ignore[attr-defined]
     more = (out_dtype, parts, transposed, eager)

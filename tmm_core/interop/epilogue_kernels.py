@@ -61,11 +61,8 @@ def takes(z: torch.Tensor) -> bool:
 
 
 def failed(epilogue: Epilogue, kernels: Pointwise, error: Exception) -> None:
-    """Use torch's operators instead of these kernels from now on.
-
-    Raises:
-        OutOfMemoryError: ``error`` is one. Torch's operators would not avoid it.
-    """
+    """Use torch's operators instead of these kernels from now on; raise an ``error`` that they
+    would not avoid: a lack of memory."""
     if issubclass(type(error), torch.OutOfMemoryError):
         raise error
     warn_of_failure(epilogue, error)

@@ -27,8 +27,7 @@ class Pace:
     Attributes:
         host, gpu: Whether host time and GPU time count. Both do before the first sample, and on a
             device that works while the host waits.
-        chose: Whether a kernel was chosen since the last sample. That takes the host long, but only
-            once.
+        chose: Whether a kernel was chosen, once and slowly, since the last sample.
     """
 
     __slots__ = ("_event", "_interval", "_review", "calls", "chose", "gpu", "host", "next")

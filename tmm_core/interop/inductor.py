@@ -46,13 +46,8 @@ _DECIDING = ("aten_calls", "concurrent_operator", "constants", "inductor", "shar
 
 
 class Pass(_Pass):  # type: ignore[misc]  # a class of torch without types
-    """A pass over graphs of torch's compiler.
-
-    Args:
-        when: ``"records"``: rewrite where records say that it is faster; ``"always"``: wherever it
-            is possible.
-        before: The passes that run first, as set in torch's options.
-    """
+    """A pass over graphs of torch's compiler, after the passes ``before`` of torch's options.
+    ``when`` is as in :func:`inductor_options`."""
 
     #: The option of torch's compiler that holds the pass.
     option: str

@@ -96,12 +96,8 @@ def grouped_shardings(*given: Any, **named: Any) -> list[Rule]:
 
 
 def _dimensions(roles: Iterable[Role], lead: Iterable[object], lacking: str) -> dict[str, Names]:
-    """Return the names of each tensor's dimensions; a tensor may have only the last of them.
-
-    Args:
-        lead: The dimensions before the matrix dimensions.
-        lacking: The dimensions that no tensor has.
-    """
+    """Return the names of each tensor's dimensions, of which it may have only the last: ``lead``,
+    then the matrix dimensions, without those that are ``lacking``."""
     return {
         role.name: [*lead, *(each for each in role.dims.lower() if each not in lacking)]
         for role in roles

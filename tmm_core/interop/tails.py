@@ -61,8 +61,7 @@ class Tail:
         nodes: All nodes of the tail, which a rewrite replaces.
         epilogue: The activation as a call names it; empty if there is none.
         residual: The summand of the last addition.
-        shape: The shape argument of the last reshape; None if nothing is reshaped. Its last size is
-            the result's.
+        shape: The argument of the last reshape, which ends with the result's columns, or None.
     """
 
     product: Node

@@ -8,10 +8,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from tmm_base.guards import suppress
 from torch import fx, nn
 
 from tmm_core.epilogues import EPILOGUES
-from tmm_core.errors import reraise
 from tmm_core.nn.activation import TOLERANCE, is_elementwise
 
 Gate = Callable[[Any, torch.Tensor], torch.Tensor]
@@ -34,17 +34,14 @@ def epilogue_of(layer: nn.Module, gate: Gate) -> str | None:
 
 
 def _proven(layer: nn.Module, gate: Gate, alpha: float, limit: float) -> str | None:
-    try:
+    with suppress(Exception):  # third-party code, run on symbols
         epilogue = EPILOGUES["clamped_swiglu"].with_parameters(alpha, limit)
         graph = fx.Tracer().trace(lambda product: gate(layer, product))
-        if not _pairs_columns(graph):
-            return None
-        found = fx.GraphModule({}, graph)(_grid(limit))
-    except Exception as error:  # third-party code, run on symbols
-        reraise(error)
-        return None
-    same = torch.allclose(found, epilogue.apply(_grid(limit)), rtol=TOLERANCE, atol=TOLERANCE)
-    return epilogue.interned() if same else None
+        if _pairs_columns(graph):
+            found, grid = fx.GraphModule({}, graph)(_grid(limit)), epilogue.apply(_grid(limit))
+            if torch.allclose(found, grid, rtol=TOLERANCE, atol=TOLERANCE):
+                return epilogue.interned()
+    return None
 
 
 def _pairs_columns(graph: fx.Graph) -> bool:

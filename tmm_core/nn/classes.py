@@ -21,13 +21,9 @@ _made: dict[Any, type[nn.Module]] = {}
 def subclass(
     kind: Any, base: type | None, key: Any, origin: tuple[Any, ...], **attributes: Any
 ) -> Any:
-    """A subclass of ``kind`` of the same name; the same one for the same key.
-
-    Args:
-        base: A class to inherit from before ``kind``, or None.
-        key: Equal keys promise equal ``attributes``.
-        origin: A function and its arguments, which make the class where a pickle is read.
-    """
+    """A subclass of ``base``, if given, and of ``kind``, whose name it has; the same one for the
+    same key, which promises equal ``attributes``. ``origin``, a function and its arguments, makes
+    the class where a pickle is read."""
     found = _made.get((kind, base, key))
     if found is not None:
         return found
@@ -103,7 +99,3 @@ def loaded(module: str, name: str) -> Any:
 def own(kind: type[nn.Module]) -> type[nn.Module]:
     """The class that a made subclass replaces; ``kind`` itself if it was not made here."""
     return getattr(kind, "_tmm_kind", kind)
-
-
-def itself(kind: type[nn.Module]) -> type[nn.Module]:
-    return kind

@@ -16,7 +16,7 @@ from torch import fx, nn
 from tmm_core import compat
 from tmm_core.nn import stored_weights
 from tmm_core.nn.activation import Activation, interposed, unchanged
-from tmm_core.nn.classes import itself, subclass
+from tmm_core.nn.classes import own, subclass
 from tmm_core.nn.gated_layers import GatedMLP
 
 Tensor = torch.Tensor
@@ -99,7 +99,7 @@ def programmed(assumed: Assumed, graphs: tuple[fx.Graph, fx.Graph]) -> Any:
     kind = assumed.kind
     key = assumed, *(source.src for source in sources)
     # A graph cannot be pickled: a module that is read from a pickle runs its own forward.
-    return subclass(kind, None, key, (itself, kind), forward=_forward(assumed, fused))
+    return subclass(kind, None, key, (own, kind), forward=_forward(assumed, fused))
 
 
 def _compiled(source: Any) -> Any:

@@ -113,25 +113,20 @@ def _gate(
         gating = fusion_match.gating(traced, known)
     except NotProvenError:
         return False
-    if reason := _against(module, gating, layers, storages):
+    gate, up, _ = (getattr(module, name) for name in gating.names)
+    if not all(layers.get(layer) is Linear for layer in (gate, up)):
+        reason: str | None = "one of them is left alone"
+    elif gate.weight.shape != up.weight.shape:
+        reason = "they differ in shape"
+    else:
+        reason = against_one_product((gate, up), storages)
+    if reason is not None:
         decision.apart.append((f"{gating.epilogue} of gate and up projection", reason))
         return False
     decision.gating = gating
     assumed = _assumed(module, traced, (), known)
     decision.kind = fused.gated(assumed, gating.names, gating.epilogue)
     return True
-
-
-def _against(
-    mlp: nn.Module, gating: fusion_match.Gating, layers: Layers, storages: Storages
-) -> str | None:
-    """Why gate and up cannot be one product."""
-    gate, up, _ = (getattr(mlp, name) for name in gating.names)
-    if not all(layers.get(layer) is Linear for layer in (gate, up)):
-        return "one of them is left alone"
-    if gate.weight.shape != up.weight.shape:
-        return "they differ in shape"
-    return against_one_product((gate, up), storages)
 
 
 def _assumed(

@@ -60,11 +60,7 @@ def stack(parts: Sequence[Tensor]) -> None:
 
 
 def against_one_product(layers: Sequence[Any], storages: Callable[[], Counts]) -> str | None:
-    """Why the parameters of linear layers cannot be one weight and one bias; None if they can.
-
-    Args:
-        storages: Returns the number of the model's tensors in each storage.
-    """
+    """Why the parameters of linear layers cannot be one weight and one bias; None if they can."""
     for kind in ("weight", "bias"):
         given = [t for layer in layers if (t := getattr(layer, kind)) is not None]
         if len(given) not in (0, len(layers)):

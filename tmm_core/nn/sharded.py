@@ -36,12 +36,8 @@ def gated(
     product: Product,
 ) -> Tensor | None:
     """The result of the two layers and the gating; None if the layers are not sharded in the same
-    way by columns of one mesh dimension, or do more than multiply.
-
-    Args:
-        join: Places the shards of gate (weight, bias) and the shards of up one after the other.
-        product: The gated product of this rank.
-    """
+    way by columns of one mesh dimension, or do more than multiply. ``join`` places the shards of
+    gate (weight, bias) and of up one after the other; ``product`` is the one of this rank."""
     if not (_column_sharded(gate) and _column_sharded(up)):
         return None
     if not _placed_alike(gate, up):

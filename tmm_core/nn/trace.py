@@ -188,7 +188,11 @@ class _Names:
             steps = {step.opname for step in dis.get_instructions(code)}
             if steps & _HANDLERS:
                 raise NotProvenError("its forward handles exceptions or enters contexts")
-            self._compares |= any(map(_compares_identity, steps))
+            # By identity or by hash, which do not ask the symbol.
+            self._compares |= any(
+                step in ("IS_OP", "CONTAINS_OP") or step.endswith(("_NONE", "_NOT_NONE"))
+                for step in steps
+            )
             for name in code.co_names:
                 self._resolve(name, function.__globals__)
 
@@ -228,11 +232,6 @@ class _Names:
             if not called and not isinstance(part, _CONSTANTS):
                 raise NotProvenError(f"its forward reads {name}, which may change unnoticed")
         return value
-
-
-def _compares_identity(step: str) -> bool:
-    """Whether a step of bytecode compares without asking the symbol: by identity, or by hash."""
-    return step in ("IS_OP", "CONTAINS_OP") or step.endswith(("_NONE", "_NOT_NONE"))
 
 
 def _is_pure(name: str, scope: dict[str, Any], targets: set[Any]) -> bool:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from tmm_base.guards import suppress
 
 from tmm_core.errors import UnsupportedProblemError
 from tmm_core.spec.device import fingerprint
@@ -60,11 +61,10 @@ class Task:
             unlike = fingerprint(torch.device("cuda", here)) != self.problem.device
             if started_elsewhere or unlike or torch.cuda.is_current_stream_capturing():
                 return False
-        try:
+        with suppress(UnsupportedProblemError):
             require_precision(self.problem)
-        except UnsupportedProblemError:
-            return False
-        return True
+            return True
+        return False
 
 
 class Background:
@@ -115,7 +115,8 @@ class Background:
             return
         task = self._tasks[name]
         # A slice waits for launches that are queued. It starts between calls, if that is soon.
-        if not _is_idle(task.problem) and self._credit < SLICE:
+        idle = task.problem.device.type != "cuda" or torch.cuda.current_stream().query()
+        if not idle and self._credit < SLICE:
             return
         began, ended = now, False
         try:
@@ -171,11 +172,6 @@ _ABANDONED: list[object] = []
 def _close(tasks: dict[Hashable, Task]) -> None:
     while tasks:
         tasks.popitem()[1].steps.close()
-
-
-def _is_idle(problem: Problem) -> bool:
-    """Whether the current stream has no work."""
-    return problem.device.type != "cuda" or torch.cuda.current_stream().query()
 
 
 def _wait_for_gpu(problem: Problem) -> None:

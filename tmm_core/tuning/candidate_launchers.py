@@ -62,7 +62,6 @@ class CandidateLaunchers:
 
     Args:
         workers: The number of threads that bind at one time.
-        first_launches: Launches candidates in another process first; None: it is left out.
         memory: Bytes that tensors of a first launch may take.
         deadline: The time after which only BLAS is bound.
         ahead: The jobs that are already being compiled.

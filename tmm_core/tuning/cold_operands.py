@@ -104,10 +104,8 @@ def _rotating_bytes(problem: Problem) -> int:
 
 
 class Copies:
-    """Copies of a problem's operands, through which calls rotate.
-
-    Args:
-        most: Bytes that the copies may take; by default :func:`memory_limit`, or one copy.
+    """Copies of a problem's operands, through which calls rotate. They take ``most`` bytes, by
+    default :func:`memory_limit` or one copy.
 
     Raises:
         MemoryError: One copy takes more than ``most``.

@@ -149,11 +149,8 @@ class Compilers:
 
         The future is done when ``bind`` may be called. It has a result if the candidate was
         compiled, or cannot be compiled elsewhere. It raises a :class:`NotCompiledError` if the
-        candidate does not compile, timed out, or crashed its compiler.
-
-        Args:
-            more: Further fields of the job: a ``device`` to launch on, and ``memory``, the bytes
-                that tensors of the launch may take.
+        candidate does not compile, timed out, or crashed its compiler. ``more`` may be a
+        ``device`` to launch on, and ``memory``, the bytes that tensors of the launch may take.
         """
         self._follow_fork()
         future: Future[None] = Future()
@@ -228,11 +225,7 @@ def default() -> Compilers:
 
 class _Host:
     """A process with a pool of workers, and the futures of its jobs. A thread calls ``report`` with
-    a fault, at most once.
-
-    Raises:
-        OSError, RuntimeError: It cannot be started, or no thread can.
-    """
+    a fault, at most once. OSError or RuntimeError if no process or thread can be started."""
 
     def __init__(
         self, kind: Kind, workers: int, environ: dict[str, str], report: Callable[[str], None]

@@ -50,11 +50,9 @@ Job = dict[str, Any]
 
 
 class Host:
-    """Passes jobs to workers, and their results to the parent.
+    """Passes jobs to workers, and their results through a channel to the parent.
 
     Args:
-        channel: The channel to the parent.
-        workers: The number of worker processes.
         forks: Whether workers are forked from a process that has imported everything. If not, each
             worker imports everything itself, and may use CUDA.
         folder: The folder for temporary files and for the workers' output.

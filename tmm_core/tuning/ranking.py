@@ -48,11 +48,7 @@ def finalists(results: Iterable[CandidateResult]) -> list[CandidateResult]:
 
 def fastest_first(record: TuningRecord, *also: str) -> list[CandidateResult]:
     """Return the ranking: finalists, then candidates eliminated earlier, then candidates slower
-    than BLAS in steady state; each by time.
-
-    Args:
-        also: Also include results of these statuses.
-    """
+    than BLAS in steady state; each by time. Results of the statuses ``also`` are included."""
     ended = set(map(identity, finalists(record.candidates)))
     slower = slower_in_steady_state(record.candidates)
     timed = [c for c in record.candidates if c.status in ("ok", *also) and c.samples_us]

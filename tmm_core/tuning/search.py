@@ -89,9 +89,7 @@ class Search:
     """The candidates of one tuning, handed out in batches once :meth:`query` has ended.
 
     Args:
-        problem: The problem to tune.
         new: The kernels without results on record.
-        hints: Winners of other records.
     """
 
     def __init__(
@@ -247,12 +245,7 @@ class Search:
         self, times: Mapping[Candidate, float], waiting: Collection[Candidate] = ()
     ) -> list[Candidate]:
         """Hand out candidates that may still win, given the times so far. The list is empty if
-        there is none, or if that depends on a kernel that has no time yet.
-
-        Args:
-            times: µs of each timed candidate.
-            waiting: The candidates that were handed out and are not timed yet.
-        """
+        there is none, or if that depends on a kernel that has no time yet, but is ``waiting``."""
         scale = self._scale(times, (1.0,) if self._hints.close else CAUTION)
         if any(c.kernel not in scale for c in waiting if self._estimates[c]):
             return []

@@ -259,12 +259,9 @@ class Tuning:
         burst_us: float,
         settle: int | None = None,
     ) -> Steps[None]:
-        """Sample the racing candidates; a failing launch costs only its candidate.
-
-        Args:
-            settle: For the last round: warm-up samples of each candidate. Large products are
-                captured several times in that round. The round is repeated if BLAS was disturbed.
-        """
+        """Sample the racing candidates; a failing launch costs only its candidate. The last round
+        has warm-up samples (``settle``), captures large products several times, and is repeated
+        if BLAS was disturbed."""
 
         def sample(racing: list[CandidateRun], runners: list[Runner]) -> Steps[Samples]:
             options = {"copies": len(runners[0].inputs), "burst_us": burst_us}

@@ -17,9 +17,10 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
+from tmm_base.guards import suppress
 from tmm_cache import JSON, CacheStore, CandidateResult, Notes, TuningRecord, digest, stamp
 
-from tmm_core.errors import ConfigError, PluginError, reraise
+from tmm_core.errors import ConfigError, PluginError
 from tmm_core.registry.query import read_config
 from tmm_core.spec import toolchain
 from tmm_core.spec.device import DeviceFingerprint
@@ -75,7 +76,7 @@ class Noted:
     @classmethod
     def from_json(cls, document: object) -> Noted | None:
         """Parse a note; None if the document is not a note."""
-        try:
+        with suppress(Exception):  # a damaged note may hold anything
             assert isinstance(document, dict)
             kernels = {
                 (str(name), str(version)): Left(cause, str(reason))
@@ -84,10 +85,8 @@ class Noted:
                 if cause in get_args(Cause)
             }
             tried = {str(name): int(count) for name, count in document["tried"].items()}
-        except Exception as error:  # a damaged note may hold anything
-            reraise(error)
-            return None
-        return cls(kernels, tried)
+            return cls(kernels, tried)
+        return None
 
 
 class Untried:
@@ -200,14 +199,12 @@ def unmeasured(
 
 
 def _assumes(kernel: Kernel[Any], result: CandidateResult) -> bool:
-    try:
+    with suppress(ConfigError, PluginError):
         return bool(read_config(kernel, result.config).assumes)
-    except (ConfigError, PluginError):
-        return False
+    return False
 
 
 def _may_assume(kernel: Kernel[Any], problem: Problem) -> bool:
-    try:
+    with suppress(PluginError):  # it was set aside, with a warning
         return any(config.assumes for config in kernel.configs(problem))
-    except PluginError:  # it was set aside, with a warning
-        return False
+    return False
