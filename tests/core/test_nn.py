@@ -1074,6 +1074,50 @@ def test_attributes_of_a_fused_mlp_remain() -> None:
     assert type(model[0].act_fn) is nn.SiLU
 
 
+def parts_of(model: nn.Module) -> list[torch.Tensor]:
+    """The tensors with memory of a model's parameters."""
+    parameters: list[Any] = [*model.parameters()]
+    return [
+        part
+        for p in parameters
+        for part in ((p.stored, p.scale) if isinstance(p, tmm_core.Quantized) else (p,))
+    ]
+
+
+def is_gated(report: Any) -> bool:
+    return any(change.kind == "gated" for change in report.changes)
+
+
+@pytest.mark.parametrize("weights", [None, "int8"])
+def test_memory_that_other_processes_share_is_not_moved(weights: str | None) -> None:
+    model = nn.Sequential(LlamaMLP())
+    if weights is not None:
+        for name in ("gate_proj", "up_proj"):
+            layer: Any = model.get_submodule(f"0.{name}")
+            stored: Any = tmm_core.quantize(layer.weight, weights).to(torch.float32)
+            layer.weight = nn.Parameter(stored, requires_grad=False)
+    x = torch.randn(3, 12)
+    with torch.no_grad():
+        expected = model(x)
+        places = [part.data_ptr() for part in parts_of(model.share_memory())]
+        report = convert(model)
+        assert not is_gated(report)
+        assert_close(model(x), expected)
+        report.undo()
+    assert [part.data_ptr() for part in parts_of(model)] == places
+    assert all(part.is_shared() for part in parts_of(model))
+
+
+def test_memory_that_other_processes_share_since_the_conversion_is_not_moved_back() -> None:
+    model = nn.Sequential(LlamaMLP())
+    report = convert(model)
+    assert is_gated(report)
+    places = [part.data_ptr() for part in parts_of(model.share_memory())]
+    report.undo()
+    assert [part.data_ptr() for part in parts_of(model)] == places
+    assert all(part.is_shared() for part in parts_of(model))
+
+
 def test_undo_leaves_what_somebody_else_put_there() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5), nn.Linear(5, 6))
     report = convert(model)

@@ -77,7 +77,7 @@ def against_one_product(layers: Sequence[Any], storages: Callable[[], Counts]) -
 
 def stackable(parts: Sequence[Tensor]) -> bool:
     """Whether these are plain parameters with a storage each, or quantised ones with scales for
-    rows, that differ only in their rows."""
+    rows, that differ only in their rows and are not shared with other processes."""
     start = parts[0]
     if len({id(t) for t in parts}) < len(parts):
         return False
@@ -86,7 +86,8 @@ def stackable(parts: Sequence[Tensor]) -> bool:
     if len({t.is_inference() for t in parts}) > 1:  # no tensor can become the other kind
         return False
     if any(isinstance(t, Quantized) for t in parts):
-        return _alike(parts)
+        stored = [t.stored for t in parts if isinstance(t, Quantized)]
+        return _alike(parts) and not any(map(between_processes, stored))
     return all(t.dtype is start.dtype and _alone(t) for t in parts)
 
 
@@ -127,7 +128,12 @@ def _alone(parameter: Tensor) -> bool:
     """Whether a parameter owns its memory: flattened and sharded ones are views of another's."""
     if type(parameter) is not nn.Parameter or parameter.is_meta or parameter.is_sparse:
         return False
-    return whole(parameter)
+    return whole(parameter) and not between_processes(parameter)
+
+
+def between_processes(t: Tensor) -> bool:
+    """Whether other processes may read and write this memory: they would not follow a move."""
+    return t.device.type == "cpu" and t.is_shared()
 
 
 def whole(t: Tensor) -> bool:

@@ -10,7 +10,13 @@ from torch import nn
 
 from tmm_core import compat
 from tmm_core.nn.activation import interposed
-from tmm_core.nn.joint_storage import in_own_storage, stack, stacked, whole
+from tmm_core.nn.joint_storage import (
+    between_processes,
+    in_own_storage,
+    stack,
+    stacked,
+    whole,
+)
 from tmm_core.nn.linear import Linear
 from tmm_core.quantized import Quantized
 
@@ -58,13 +64,16 @@ class Together(nn.Module):
         return self.merged
 
     def separate(self) -> None:
-        """Give each layer its own storage, as torch's layers have."""
+        """Give each layer its own storage, as torch's layers have, unless it is shared with other
+        processes."""
         if not self.merged:
             return
         for layer in self._together():
             for kind in _KINDS:
                 parameter = getattr(layer, kind)
-                if parameter is not None and not isinstance(parameter, Quantized):
+                if parameter is None or isinstance(parameter, Quantized):
+                    continue
+                if not between_processes(parameter):
                     with torch.inference_mode(parameter.is_inference()):
                         parameter.data = parameter.data.clone()
 
