@@ -78,12 +78,15 @@ def _zero_points(t: Any) -> Tensor | None:
     """The zero points, or None where they are known to be zero.
 
     torchao stores zero points for symmetric weights too, and kernels are faster without. Reading
-    them waits for a GPU, so they are read once per version of the tensor. A tensor made in
-    inference mode has no version: its zero points are returned unread.
+    them waits for a GPU, so there they are read once per version of the tensor, which a write
+    through ``.data`` does not change. A tensor made in inference mode has no version: its zero
+    points are returned unread.
     """
     zero: Tensor = t.zero_point
     if torch.compiler.is_compiling() or zero.is_meta or type(zero) is not Tensor:
         return zero
+    if zero.device.type == "cpu":
+        return zero if zero.any() else None
     if zero.is_inference():
         return zero
     version = zero._version

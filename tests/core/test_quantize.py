@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -171,13 +174,38 @@ def test_zero_points_are_read_again_when_they_change(torchao: Any) -> None:
     close(tmm_core.linear(x, own), x.double() @ values.T)
 
 
+def copy_all(weight: Any, zero: Tensor) -> None:
+    other = copy.deepcopy(weight)
+    other.zero_point.copy_(zero)
+    weight.data.copy_(other)
+
+
+UNCOUNTED: dict[str, Callable[[Any, Tensor], Any]] = {
+    "its data": lambda weight, zero: weight.zero_point.data.copy_(zero),
+    "the weight's data": copy_all,
+    "numpy": lambda weight, zero: np.copyto(weight.zero_point.numpy(), zero.numpy()),
+}
+
+
+@pytest.mark.parametrize("write", UNCOUNTED)
+def test_writes_that_torch_does_not_count_change_zero_points(torchao: Any, write: str) -> None:
+    weight = _weight(torchao, torchao.Int8WeightOnlyConfig(version=2))
+    x = torch.randn(5, 256, dtype=BF16)
+    for zero in (0, 3, 0, -2):
+        version = weight.zero_point._version
+        UNCOUNTED[write](weight, torch.full_like(weight.zero_point, zero))
+        assert weight.zero_point._version == version
+        values = (weight.qdata.double() - zero) * weight.scale.double()
+        close(tmm_core.linear(x, weight), x.double() @ values.T)
+
+
 @pytest.mark.parametrize("config", ["Int8WeightOnlyConfig", "Float8WeightOnlyConfig"])
 @pytest.mark.parametrize("made", [False, True])
 @pytest.mark.parametrize("used", [False, True])
 def test_weights_of_torchao_in_inference_mode(
     torchao: Any, config: str, made: bool, used: bool
 ) -> None:
-    """Tensors made there count no changes, so that their zero points are not looked up."""
+    """Tensors made there count no changes, so that a GPU's zero points are not looked up."""
     with torch.inference_mode(made):
         weight = _weight(torchao, getattr(torchao, config)(version=2))
         x = torch.randn(5, 256, dtype=BF16)
