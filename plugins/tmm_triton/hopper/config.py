@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 from dataclasses import dataclass, replace
 from importlib import resources
+from typing import Any
 
 import torch
 
@@ -246,40 +248,14 @@ class Constants(WarpSpecializedConfig):
         for operand in (problem.a, problem.b):
             if operand.grid and operand.block[1] % config.BLOCK_K:
                 raise ValueError(f"{config} has steps of several groups of {operand.block[1]}")
-        outputs, group = problem.epilogue.outputs, columns_grouped(problem)
+        group = columns_grouped(problem)
         if group and config.BLOCK_N // config.subtiles % group:
             raise ValueError(f"strips of {config} have parts of groups of {group} columns")
-        grouped = [port.kind if port.group else None for port in outputs] + [None, None]
         constants = cls(
             **{**vars(config), "GROUP_M": 1},
-            A_COL=problem.a.layout == "col",
-            B_COL=problem.b.layout == "col",
-            GATED=problem.gated,
-            SCALED=problem.scaled,
-            A_SCALE=kind(problem.a),
-            B_SCALE=kind(problem.b),
-            IN_BYTES=problem.a.dtype.itemsize,
-            BIAS=problem.bias is not None,
-            RESIDUAL=problem.residual is not None,
-            BATCHED=problem.batch > 1,
-            FETCH=residual_by_tma(problem),
-            POINTERS=stored_by_pointers(problem),
-            OUT_BYTES=problem.out.dtype.itemsize,
+            **_of_problem(problem),
             A_ROWS=box_rows_of_a(problem, config.rows),
             PRIMED=min(config.num_stages, 16 if config.early in ("l2", "b") else _PRIMED),
-            WORDS=by_words(problem),
-            RAGGED=problem.groups.ragged if problem.groups else None,
-            ZEROED=problem.groups is not None and problem.groups.zeroed,
-            SCATTERED=scattered(problem),
-            WEIGHTED=problem.groups is not None and problem.groups.out_weights is not None,
-            STORED=stored_at_once(problem),
-            REDUCE=next((port.reduce for port in outputs), None),
-            GROUP=group,
-            PORT=grouped[0],
-            PORT_2=grouped[1],
-            A_GROUP=problem.a.block[1] if problem.a.grid else 0,
-            B_GROUP=problem.b.block[1] if problem.b.grid else 0,
-            B_OUTER=problem.b.block[0] if problem.b.grid else 1,
         )
         if not problem.b.grid:
             return constants
@@ -455,6 +431,41 @@ class Constants(WarpSpecializedConfig):
         return [consumer] * (self.consumers - 1) + [producer] + loaders
 
 
+@functools.lru_cache(maxsize=16)  # a search makes some 150 configs' constants
+def _of_problem(problem: Problem) -> dict[str, Any]:
+    """The constants that do not depend on the config."""
+    outputs, groups = problem.epilogue.outputs, problem.groups
+    grouped = [port.kind if port.group else None for port in outputs] + [None, None]
+    return {
+        "A_COL": problem.a.layout == "col",
+        "B_COL": problem.b.layout == "col",
+        "GATED": problem.gated,
+        "SCALED": problem.scaled,
+        "A_SCALE": kind(problem.a),
+        "B_SCALE": kind(problem.b),
+        "IN_BYTES": problem.a.dtype.itemsize,
+        "BIAS": problem.bias is not None,
+        "RESIDUAL": problem.residual is not None,
+        "BATCHED": problem.batch > 1,
+        "FETCH": residual_by_tma(problem),
+        "POINTERS": stored_by_pointers(problem),
+        "OUT_BYTES": problem.out.dtype.itemsize,
+        "WORDS": by_words(problem),
+        "RAGGED": groups.ragged if groups else None,
+        "ZEROED": groups is not None and groups.zeroed,
+        "SCATTERED": scattered(problem),
+        "WEIGHTED": groups is not None and groups.out_weights is not None,
+        "STORED": stored_at_once(problem),
+        "REDUCE": next((port.reduce for port in outputs), None),
+        "GROUP": columns_grouped(problem),
+        "PORT": grouped[0],
+        "PORT_2": grouped[1],
+        "A_GROUP": problem.a.block[1] if problem.a.grid else 0,
+        "B_GROUP": problem.b.block[1] if problem.b.grid else 0,
+        "B_OUTER": problem.b.block[0] if problem.b.grid else 1,
+    }
+
+
 def columns_grouped(problem: Problem) -> int:
     """Columns of a group of the problem's auxiliary outputs; 0 if none has groups."""
     return max((port.group for port in problem.epilogue.outputs), default=0)
@@ -465,6 +476,7 @@ def main_problem(problem: Problem, config: WarpSpecializedConfig) -> Problem:
     return problem if config.splits == 1 else unfinished(problem)
 
 
+@functools.lru_cache(maxsize=16)
 def unfinished(problem: Problem) -> Problem:
     """The product alone in fp32, which another kernel finishes; it applies scales of whole rows
     too."""

@@ -27,6 +27,7 @@ from tmm_triton.hopper.operand_layout import (
     stored_by_pointers,
 )
 from tmm_triton.hopper.tile_shapes import (
+    may_split,
     room_for_parts,
     room_for_ranges,
     room_for_splits,
@@ -149,7 +150,7 @@ def _configs(problem: Problem, limited: bool) -> tuple[WarpSpecializedConfig, ..
     part = unfinished(problem)
     cut += [
         [replace(variants[0], splits=splits)]
-        for variants in filter(None, (_fitted(part, tile) for tile in _tiles(part)))
+        for variants in filter(None, (_fitted(part, tile) for tile in _splittable(problem, part)))
         if (splits := _splits(problem, variants[0])) > 1
     ]
 
@@ -203,6 +204,18 @@ def _tiles(problem: Problem) -> tuple[_Tile, ...]:
     if by_words(problem):
         return _WORD_TILES
     return _TILES + _SIDE_BY_SIDE_TILES if side_by_side(problem) else _TILES
+
+
+def _splittable(problem: Problem, part: Problem) -> list[_Tile]:
+    """The tiles of a product's parts of which every SM might get one."""
+    if not may_split(problem):
+        return []
+    sms = problem.device.sm_count
+    return [
+        tile
+        for tile in _tiles(part)
+        if problem.batch_invariant or 2 * -(-problem.m // tile[3]) * -(-problem.n // tile[4]) <= sms
+    ]
 
 
 def _early(problem: Problem) -> tuple[str, ...]:

@@ -107,12 +107,17 @@ def _alike(problem: Problem, config: WarpSpecializedConfig) -> bool:
     return not across or uncut >= 2 * rows
 
 
+def may_split(problem: Problem) -> bool:
+    """Whether every tile may be split into parts: TMA writes them, and the reducing kernel can
+    finish them."""
+    single = problem.batch == 1 and problem.groups is None
+    return single and not (problem.gated or problem.n % 4 or problem.epilogue.outputs)
+
+
 def room_for_parts(problem: Problem, config: WarpSpecializedConfig) -> int:
     """The maximum number of parts per tile for the reducing kernel: limited by the workspace and by
-    the k-steps. 1 if TMA cannot write parts, or if the reducing kernel cannot finish them."""
-    if problem.gated or problem.batch > 1 or problem.n % 4 or problem.epilogue.outputs:
-        return 1
-    if problem.groups is not None:
+    the k-steps."""
+    if not may_split(problem):
         return 1
     steps = -(-problem.k // config.BLOCK_K)
     held = MOST_WORKSPACE // (4 * part_elements(problem, config))
