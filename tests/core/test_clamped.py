@@ -17,7 +17,7 @@ import tmm_core
 from tmm_core import Epilogue, Groups, Operand
 from tmm_core.epilogues import parse
 from tmm_core.epilogues.clamped_swiglu import CLAMPED
-from tmm_core.nn import Experts, GatedMLP, clamped_gate
+from tmm_core.nn import Experts, GatedMLP, activation
 from tmm_core.registry.registry import Registry
 from tmm_core.testing import EpilogueConformance
 from tmm_core.verify.verifier import Verifier
@@ -124,17 +124,17 @@ class Layer(torch.nn.Module):
 
 def test_a_gate_is_proven_once(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = Layer()
-    assert clamped_gate.epilogue_of(layer, Layer.gate) == CLAMPED.key
+    assert activation.gate_epilogue(layer, Layer.gate) == CLAMPED.key
     with monkeypatch.context() as patch:
-        patch.setattr(clamped_gate, "_proven", None)
-        assert clamped_gate.epilogue_of(layer, Layer.gate) == CLAMPED.key
+        patch.setattr(activation, "_proven_gate", None)
+        assert activation.gate_epilogue(layer, Layer.gate) == CLAMPED.key
     layer.limit = 3.0
-    assert clamped_gate.epilogue_of(layer, Layer.gate) == CLAMPED.with_parameters(1.702, 3).key
-    again, same = pickle.loads(pickle.dumps(layer)), clamped_gate.epilogue_of(layer, Layer.gate)
-    assert clamped_gate.epilogue_of(again, Layer.gate) == same
+    assert activation.gate_epilogue(layer, Layer.gate) == CLAMPED.with_parameters(1.702, 3).key
+    again, same = pickle.loads(pickle.dumps(layer)), activation.gate_epilogue(layer, Layer.gate)
+    assert activation.gate_epilogue(again, Layer.gate) == same
     layer.limit = None
-    assert clamped_gate.epilogue_of(layer, Layer.gate) is None
-    assert clamped_gate.epilogue_of(torch.nn.Module(), Layer.gate) is None
+    assert activation.gate_epilogue(layer, Layer.gate) is None
+    assert activation.gate_epilogue(torch.nn.Module(), Layer.gate) is None
 
 
 def test_a_gate_is_proven_however_it_clamps() -> None:
@@ -143,7 +143,7 @@ def test_a_gate_is_proven_however_it_clamps() -> None:
         gate, up = gate.clamp_max(layer.limit), up.clamp_min(-layer.limit).clamp_max(layer.limit)
         return (up + 1) * (gate * torch.sigmoid(gate * layer.alpha))
 
-    assert clamped_gate.epilogue_of(Layer(), gate) == CLAMPED.key
+    assert activation.gate_epilogue(Layer(), gate) == CLAMPED.key
 
 
 GATES: dict[str, Any] = {
@@ -162,12 +162,12 @@ GATES: dict[str, Any] = {
 
 @pytest.mark.parametrize("case", GATES)
 def test_another_gate_is_not(case: str) -> None:
-    assert clamped_gate.epilogue_of(Layer(), GATES[case]) is None
+    assert activation.gate_epilogue(Layer(), GATES[case]) is None
 
 
 def test_a_graph_traced_before_leaves_it_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    assert clamped_gate.epilogue_of(Layer(), Layer.gate) is None
+    assert activation.gate_epilogue(Layer(), Layer.gate) is None
 
 
 def test_no_name_of_the_builtin_ones() -> None:

@@ -305,7 +305,7 @@ GROUPED = [
     ),
     Mutant(
         "clamped-numbers",
-        "nn/clamped_gate.py",
+        "nn/activation.py",
         "(kept is None or kept[0] != numbers)",
         "kept is None",
         "a limit that changed is not fused any more",
@@ -313,7 +313,7 @@ GROUPED = [
     ),
     Mutant(
         "clamped-columns",
-        "nn/clamped_gate.py",
+        "nn/activation.py",
         "return node.args in taken",
         "return True",
         "a gate that mixes columns is taken for one of pairs",

@@ -17,8 +17,8 @@ from torch import nn
 
 from tmm_core import compat, grouped
 from tmm_core.epilogues import GATED_BY
-from tmm_core.nn import clamped_gate, stored_experts, stored_weights
-from tmm_core.nn.activation import Activation, interposed, recognise
+from tmm_core.nn import stored_experts, stored_weights
+from tmm_core.nn.activation import Activation, gate_epilogue, interposed, recognise
 from tmm_core.nn.gated_layers import gated_by
 from tmm_core.quantized import Quantized
 from tmm_core.spec.epilogue import EpilogueLike
@@ -225,7 +225,7 @@ def _gate_of(layer: Any) -> tuple[str | None, Any]:
     default = getattr(sys.modules.get(_THEIRS), "_default_apply_gate", None)
     if gate is default and layer.is_concatenated and name in GATED_BY:
         return GATED_BY[name], None
-    if not layer.is_concatenated and (found := clamped_gate.epilogue_of(layer, gate)) is not None:
+    if not layer.is_concatenated and (found := gate_epilogue(layer, gate)) is not None:
         return found, None
     if (found := stored_experts.gate_of(layer, gate, name)) is not None:
         return found, None
