@@ -20,7 +20,7 @@ from torch import nn
 
 import tmm_core
 from tmm_core.bench.provenance import describe
-from tmm_core.interop import concurrent_operator
+from tmm_core.interop import shared_input
 from tmm_core.spec.arguments import Arguments
 
 Tensor = torch.Tensor
@@ -51,7 +51,7 @@ def in_turn(a: Tensor, weights: list[Tensor]) -> list[Tensor]:
 
 def at_once(a: Tensor, weights: list[Tensor]) -> list[Tensor]:
     calls = [Arguments(a, w.t())[:-1] for w in weights]  # without out
-    return concurrent_operator._at_once(calls, a.device)
+    return shared_input._at_once(calls, a.device)
 
 
 def none(a: Tensor, weights: list[Tensor]) -> list[Tensor]:

@@ -301,7 +301,7 @@ def test_the_key_of_a_pass_is_that_of_its_sources_in_a_zip_too(
     monkeypatch.setattr(inductor.pkgutil, "get_data", lambda _, name: read.append(name) or b"x")
     assert Join("always").uuid() != key
     assert read == [
-        "aten_calls.py", "concurrent_operator.py", "constants.py", "inductor.py",
+        "aten_calls.py", "constants.py", "inductor.py",
         "shared_input.py", "tails.py",
     ]  # fmt: skip
 

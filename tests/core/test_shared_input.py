@@ -17,8 +17,8 @@ from torch import nn
 import tmm_core
 from tmm_core.dispatch import default_dispatcher
 from tmm_core.epilogues import BUILTIN
-from tmm_core.interop import concurrent_operator, shared_input
-from tmm_core.interop.concurrent_operator import MOST_ROWS, arguments, concurrent
+from tmm_core.interop import shared_input
+from tmm_core.interop.shared_input import MOST_ROWS, arguments, concurrent
 from tmm_core.launch import warm
 from tmm_core.spec.arguments import Arguments
 
@@ -194,7 +194,7 @@ def calls(requires_grad: bool = False) -> list[Arguments]:
 
 def test_arguments_and_their_inverse() -> None:
     given = calls()
-    one, other = (Arguments(*each) for each in concurrent_operator._calls(arguments(given)))
+    one, other = (Arguments(*each) for each in shared_input._calls(arguments(given)))
     assert (one.b is given[0].b, one.bias, one.epilogue) == (True, None, "silu")
     assert (other.b is given[1].b, other.bias is given[1].bias, other.epilogue) == (True, True, "")
     assert one.a is other.a is given[0].a
@@ -280,14 +280,14 @@ def test_each_further_stream_waits_and_is_waited_for(
 
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: fake.stream("main"))
     monkeypatch.setattr(torch.cuda, "stream", inside)
-    monkeypatch.setattr(concurrent_operator, "_streams", lambda device, thread: further)
-    monkeypatch.setattr(concurrent_operator, "run", run)
+    monkeypatch.setattr(shared_input, "_streams", lambda device, thread: further)
+    monkeypatch.setattr(shared_input, "run", run)
     given: Any = [(number,) for number in range(3)]
     if fails is None:
-        assert concurrent_operator._at_once(given, torch.device("cuda")) == ["y0", "y1", "y2"]
+        assert shared_input._at_once(given, torch.device("cuda")) == ["y0", "y1", "y2"]
     else:
         with pytest.raises(RuntimeError, match="out of memory"):
-            concurrent_operator._at_once(given, torch.device("cuda"))
+            shared_input._at_once(given, torch.device("cuda"))
     for side in ("side 0", "side 1"):
         mine = [line for line in fake.log if side in line]
         if not mine:  # an earlier product failed
@@ -302,7 +302,7 @@ def test_each_further_stream_waits_and_is_waited_for(
 def test_streams_of_a_thread_and_device(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Any] = []
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: made.append(device) or object())
-    streams = functools.cache(concurrent_operator._streams.__wrapped__)
+    streams = functools.cache(shared_input._streams.__wrapped__)
     one, other = torch.device("cuda", 0), torch.device("cuda", 1)
     assert streams(one, 1) is streams(one, 1)
     assert streams(other, 1) is not streams(one, 1)

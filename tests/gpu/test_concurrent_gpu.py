@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import tmm_core
-from tmm_core.interop import concurrent_operator
+from tmm_core.interop import shared_input
 from tmm_core.nn import convert
 from tmm_core.quantized import Quantized
 from tmm_core.spec.arguments import Arguments
@@ -34,13 +34,13 @@ def fresh() -> Iterator[None]:
 def counts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The number of products of each call that uses several streams."""
     found: list[int] = []
-    at_once = concurrent_operator._at_once
+    at_once = shared_input._at_once
 
     def counted(calls: Any, device: Any) -> Any:
         found.append(len(calls))
         return at_once(calls, device)
 
-    monkeypatch.setattr(concurrent_operator, "_at_once", counted)
+    monkeypatch.setattr(shared_input, "_at_once", counted)
     return found
 
 
@@ -155,7 +155,7 @@ def test_a_graph_of_many_rows_uses_one_stream(monkeypatch: Any) -> None:
     def refused(*_: Any) -> Any:
         raise AssertionError("65 rows on several streams")
 
-    monkeypatch.setattr(concurrent_operator, "_at_once", refused)
+    monkeypatch.setattr(shared_input, "_at_once", refused)
     weights = [torch.randn(WIDTH, 64, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
     a = torch.randn(65, WIDTH, device="cuda", dtype=torch.bfloat16)
 
@@ -172,7 +172,7 @@ def test_a_graph_of_many_rows_uses_one_stream(monkeypatch: Any) -> None:
 
 def _products(a: Tensor, weights: list[Tensor]) -> Any:
     calls = [Arguments(a, w) for w in weights]
-    return concurrent_operator.concurrent(*concurrent_operator.arguments(calls))
+    return shared_input.concurrent(*shared_input.arguments(calls))
 
 
 @torch.no_grad()

@@ -42,7 +42,7 @@ When = Literal["records", "always"]
 
 _Pass: Any = compat.graph_pass()
 #: The modules whose code decides what a graph becomes.
-_DECIDING = ("aten_calls", "concurrent_operator", "constants", "inductor", "shared_input", "tails")
+_DECIDING = ("aten_calls", "constants", "inductor", "shared_input", "tails")
 
 
 class Pass(_Pass):  # type: ignore[misc]  # a class of torch without types
