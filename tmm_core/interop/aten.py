@@ -210,7 +210,7 @@ def _if_interrupted(stack: list[Enabled]) -> Iterator[None]:
 
 
 def _change(stack: list[Enabled]) -> None:
-    """Put the last of ``stack`` in force. If interrupted, it can be called again, with any."""
+    """Put the last of ``stack`` in force. If this is interrupted, call it again, with any stack."""
     global _last
     if _stack:
         _last = _stack[-1]

@@ -258,7 +258,7 @@ def _choice(problem: Problem) -> Choice:
 
 
 def _is_decided(product: Node) -> bool:
-    """Whether a call of the product alone does not tune: by a record, or because of BLAS."""
+    """Whether a record or BLAS alone decides a call of the product: no call tunes then."""
     choice = _choice(problem_of(tails.bare(product), terms_of(product)))
     return choice.origin in ("cache", "tuned", "fallback")
 
