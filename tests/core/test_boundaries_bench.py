@@ -646,10 +646,10 @@ def test_a_compiler_competes_where_there_are_no_groups(monkeypatch: pytest.Monke
     monkeypatch.setattr(runner.grouped_baselines, "eager", eager)
     options = runner.Options(inductor=True)
     plain = Case(m=16, n=16, k=16, dtype=torch.float32).call(CPU)
-    assert runner.INDUCTOR in runner._runs([plain], options, {}, ())
+    assert runner.INDUCTOR in runner._runs([plain], options, {})
     assert groups == []
     calls = [grouped()]
-    assert runner.INDUCTOR not in runner._runs(calls, options, {}, ())
+    assert runner.INDUCTOR not in runner._runs(calls, options, {})
     assert groups == [calls] * 2  # torch, twice
 
 
@@ -861,13 +861,14 @@ def test_each_column_is_called_once_before_it_is_timed(monkeypatch: pytest.Monke
     call = Case(m=8, n=8, k=8, dtype=torch.float32).call(CPU)
     made: dict[str, Any] = {}
     blas = series.Series("blas", "blas")
-    runs = runner._runs([call], runner.Options(), made, [blas], [series.Series("no", "nowhere")])
+    options = runner.Options(series=(blas,))
+    runs = runner._runs([call], options, made, [series.Series("no", "nowhere")])
     assert list(runs) == ["torch", "tmm", "torch again", "kernel blas"]
     assert calls == ["eager 0", "tmm 0", "eager 0"]
     assert list(made["kernel_configs"]) == ["blas"]
     assert "nowhere" in made["not_timed"]["known no"]
     made.clear()
-    runner._runs([call], runner.Options(), made, [])
+    runner._runs([call], runner.Options(), made)
     assert made == {}
 
 

@@ -107,13 +107,7 @@ def search(problem: Problem, record: TuningRecord, device: torch.device) -> Docu
                 failed[name] = "wrong"
     verifier.release()
     use, steady = race(
-        problem,
-        device,
-        finalists,
-        captures=CAPTURES,
-        rounds=ROUNDS,
-        burst_us=BURST_US,
-        steady=True,
+        problem, device, finalists, captures=CAPTURES, rounds=ROUNDS, burst_us=BURST_US, steady=True
     )
     blas = min(use[name] for name in baseline)
     blas_steady = min((steady[name] for name in baseline if name in steady), default=0.0)

@@ -118,9 +118,8 @@ def _product(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
 
 def known(record: TuningRecord, chosen: Plan) -> list[Series]:
     """The fastest candidates on record besides the choice."""
-    found = {
-        f"{result.kernel} {config_text(result.config)}".rstrip(): result
-        for result in fastest_first(record)[:MOST_KNOWN]
-        if (result.kernel, dict(result.config)) != (chosen.kernel, dict(chosen.config))
-    }
-    return [Series(label, each.kernel, tuple(each.config.items())) for label, each in found.items()]
+    return [
+        Series(f"{kernel} {config_text(config)}".rstrip(), kernel, tuple(config.items()))
+        for kernel, config in ((r.kernel, r.config) for r in fastest_first(record)[:MOST_KNOWN])
+        if (kernel, dict(config)) != (chosen.kernel, dict(chosen.config))
+    ]

@@ -273,9 +273,8 @@ def commit(run: Document) -> str:
 def regrets(documents: Sequence[Document]) -> list[tuple[str, ...]]:
     """The cost of choosing once per bucket of M for random problems, by ranges of M."""
     rows: list[tuple[str, ...]] = []
-    points = [document for document in documents if "us" in document]
     for least, most in _RANGES:
-        if inside := [p for p in points if least <= p["case"]["m"] <= most]:
+        if inside := [d for d in documents if "us" in d and least <= d["case"]["m"] <= most]:
             ahead = summarised(inside, lambda p: p["torch_us"] / p["us"])
             lost = summarised(inside, lambda p: p["us"] / p["best_us"], max)
             rows.append((f"{least}…{most}", str(len(inside)), *ahead, *lost))

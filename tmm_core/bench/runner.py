@@ -149,7 +149,7 @@ def _measure(
         document["copies"] = copies = len(calls)
         document["resident"] = cold_operands.resident(plan.problem, calls)
         known = providers.known(record, plan) if record and task.bucketed else []
-        runs = _runs(calls, options, document, options.series, known)
+        runs = _runs(calls, options, document, known)
         document["times"] = times = _times(runs, timer, copies, options.seconds, document)
         if isinstance(timer, GraphTimer) and options.clocks:
             document |= _other_clocks(runs, timer, copies, times, device)
@@ -210,20 +210,15 @@ def _other_clocks(
     since its noise is several times larger."""
     both = [runs[TORCH], runs[TMM]]
 
-    def named(
-        samples: Sequence[Sequence[float]],
-        middle: Callable[[Sequence[float]], float] = statistics.median,
-    ) -> dict[str, float]:
-        return {
-            name: round(middle(each), 3)
-            for name, each in zip((TORCH, TMM, AGAIN), samples, strict=False)
-        }
+    def named(samples: Sequence[Sequence[float]]) -> dict[str, float]:
+        medians = (round(statistics.median(each), 3) for each in samples)
+        return dict(zip((TORCH, TMM, AGAIN), medians, strict=False))
 
     found: Document = {"alone": named(timer.alone(both, ALONE_ROUNDS))}
     if all(times[name]["median_us"] >= LONG_US for name in (TORCH, TMM)):
         three = [*both, runs[AGAIN]]
         steady = timer.steady(three, STEADY_ROUNDS, copies=copies, steady_us=STEADY_US)
-        found["steady"] = named(steady, statistics.mean)
+        found["steady"] = named(steady)
     else:
         small = torch.randn(BETWEEN, dtype=torch.float32, device=device)
         mixed = [_with_between(run, small) for run in both]
@@ -268,7 +263,6 @@ def _runs(
     calls: Sequence[Call],
     options: Options,
     document: Document,
-    series: Sequence[Series],
     known: Sequence[Series] = (),
 ) -> dict[str, Run]:
     """The runs to time, by column, each called once already. An extra column that is unavailable
@@ -278,18 +272,18 @@ def _runs(
     runs = {TORCH: eager(calls), TMM: providers.tmm(calls), AGAIN: eager(calls)}
     for run in runs.values():
         _once(run, call.a.is_cuda)
-    configs: dict[str, Any] = {}
-    failed: dict[str, str] = {}
+    noted: dict[str, dict[str, Any]] = {"kernel_configs": {}, "not_timed": {}}
 
     def single(each: Series) -> Run:
         plan = each.plan(call)
-        configs[each.label] = plan.config
+        noted["kernel_configs"][each.label] = plan.config
         return planned(plan, calls)
 
     able = capable(call) if options.kernels else []
-    extras: dict[str, Callable[[], Run]]
-    extras = {f"{KNOWN}{each.label}": partial(single, each) for each in known}
-    extras |= {each.column: partial(single, each) for each in (*able, *series)}
+    extras: dict[str, Callable[[], Run]] = {
+        f"{KNOWN}{each.label}": partial(single, each) for each in known
+    }
+    extras |= {each.column: partial(single, each) for each in (*able, *options.series)}
     if options.inductor and call.rows is None:
         extras[INDUCTOR] = lambda: providers.inductor(calls)
     for column, make in extras.items():
@@ -297,13 +291,10 @@ def _runs(
             run = make()
             _once(run, call.a.is_cuda)
         except Exception as error:  # it declines, is not installed, does not compile, …
-            failed[column.removeprefix("kernel ")] = error_text(error)
+            noted["not_timed"][column.removeprefix("kernel ")] = error_text(error)
         else:
             runs[column] = run
-    if configs:
-        document["kernel_configs"] = configs
-    if failed:
-        document["not_timed"] = failed
+    document |= {name: found for name, found in noted.items() if found}
     return runs
 
 
