@@ -19,7 +19,7 @@ from torch import nn
 
 import tmm_core
 from tmm_core.epilogues.clamped_swiglu import CLAMPED
-from tmm_core.nn import Experts, convert, experts
+from tmm_core.nn import Experts, activation, convert, experts
 
 Tensor = torch.Tensor
 
@@ -374,6 +374,41 @@ def test_a_gate_of_the_instance_is_applied() -> None:
     layer.__dict__["_apply_gate"] = gate
     y = experts.forward(layer, x, index, weights)
     torch.testing.assert_close(y, expected(layer, x, index, weights, gate))
+
+
+SEEN: list[Any] = []
+
+
+class Looking(nn.Module):
+    """An activation that notes what calls of modules go through, also those of other threads."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        SEEN.append(nn.Module.__call__)
+        return F.silu(x)
+
+
+class LookingGate(Clamped):
+    def _apply_gate(self, z: Tensor) -> Tensor:
+        SEEN.append(nn.Module.__call__)
+        return super()._apply_gate(z)
+
+
+@pytest.mark.usefixtures("interface")
+@pytest.mark.parametrize("part", ["activation", "activation of experts", "gate"])
+def test_what_is_looked_at_in_a_call_disturbs_no_other_thread(part: str) -> None:
+    SEEN.clear()
+    usual = nn.Module.__call__
+    if part == "activation":
+        activation.recognise(Looking())
+    else:
+        layer = LookingGate() if part == "gate" else Gelu()
+        if part != "gate":
+            layer.act_fn = Looking()
+        x = torch.randn(3, 6, dtype=torch.float64)
+        index = torch.tensor([[0], [3], [1]])
+        experts.forward(layer, x, index, torch.ones(3, 1, dtype=torch.float64))
+    assert SEEN
+    assert all(each is usual for each in SEEN)
 
 
 @pytest.mark.usefixtures("interface")

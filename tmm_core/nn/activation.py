@@ -15,7 +15,7 @@ from tmm_base.guards import suppress
 from torch import fx, nn
 
 from tmm_core.epilogues import EPILOGUES, parse
-from tmm_core.nn.trace import NotProvenError, trace
+from tmm_core.nn.trace import NotProvenError, graph_of, trace
 
 #: Epilogues that are functions of one number.
 ACTIVATIONS = tuple(name for name, epilogue in EPILOGUES.items() if epilogue.activation)
@@ -193,7 +193,7 @@ def gate_epilogue(layer: nn.Module, gate: Gate) -> str | None:
 def _proven_gate(layer: nn.Module, gate: Gate, alpha: float, limit: float) -> str | None:
     with suppress(Exception):  # third-party code, run on symbols
         epilogue = EPILOGUES["clamped_swiglu"].with_parameters(alpha, limit)
-        graph = fx.Tracer().trace(lambda product: gate(layer, product))
+        graph = graph_of(lambda product: gate(layer, product))
         if _pairs_columns(graph):
             found, grid = fx.GraphModule({}, graph)(_pairs(limit)), epilogue.apply(_pairs(limit))
             if torch.allclose(found, grid, rtol=TOLERANCE, atol=TOLERANCE):

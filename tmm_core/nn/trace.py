@@ -13,7 +13,7 @@ import dis
 import functools
 import math
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,8 @@ from tmm_core.errors import error_message, reraise
 #: Values that cannot change in place; a comparison tells whether the attribute was assigned anew.
 _CONSTANTS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.memory_format)
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
+#: Where a module keeps its parameters, buffers and children.
+_MEMBERS = ("_parameters", "_buffers", "_modules")
 #: Steps of Python's bytecode that handle exceptions, of the tracer too, or enter contexts.
 _HANDLERS = {"SETUP_FINALLY", "SETUP_WITH", "PUSH_EXC_INFO", "BEFORE_WITH", "LOAD_SPECIAL"}
 #: Where torch's functions are; ``nn.functional`` and ``torch.functional`` have one name.
@@ -109,6 +111,30 @@ class _Child(nn.Module):
         return True
 
 
+def graph_of(function: Callable[[Any], Any]) -> fx.Graph:
+    """The graph of a function that calls no module.
+
+    Torch's way to trace replaces ``nn.Module.__call__`` meanwhile, also for other threads. Some
+    functions are looked at while models run.
+    """
+    tracer: Any = fx.Tracer()
+    graph = fx.Graph(tracer_cls=fx.Tracer)
+    tracer.root, tracer.tensor_attrs, tracer.graph = nn.Module(), {}, graph
+    result = function(tracer.create_proxy("placeholder", "input", (), {}))
+    tracer.create_node("output", "output", (tracer.create_arg(result),), {})
+    return graph
+
+
+def _traced(module: Any) -> fx.Graph:
+    """The graph of a forward, in which the module's children are opaque."""
+    if not any(module.__dict__[name] for name in _MEMBERS):
+        return graph_of(module.forward)
+    tracer: Any = fx.Tracer()
+    tracer.is_leaf_module = lambda module, name: True
+    graph: fx.Graph = tracer.trace(module)
+    return graph
+
+
 def _graph(module: nn.Module, training: bool) -> fx.Graph:
     kind = type(module)
 
@@ -119,14 +145,12 @@ def _graph(module: nn.Module, training: bool) -> fx.Graph:
         # A stand-in receives the attributes that forward may assign to self.
         stand_in: Any = kind.__new__(type(kind.__name__, (kind,), {"forward": forward}))
         stand_in.__dict__ = dict(module.__dict__, training=training)
-        for name in ("_parameters", "_buffers", "_modules"):
+        for name in _MEMBERS:
             stand_in.__dict__[name] = dict(module.__dict__[name])
         for name, child in module._modules.items():
             stand_in._modules[name] = None if child is None else _Child(name)
         before = dict(stand_in.__dict__)
-        tracer: Any = fx.Tracer()
-        tracer.is_leaf_module = lambda module, name: True
-        graph: fx.Graph = tracer.trace(stand_in)
+        graph = _traced(stand_in)
         after = stand_in.__dict__
     except NotProvenError:
         raise
