@@ -313,3 +313,33 @@ def test_a_weight_with_this_order_is_still_refused_as_it_is() -> None:
     layer = TorchLinear(shuffled=True)
     with pytest.raises(ValueError, match="convert"):
         tmm_core.Quantized.from_gptq(layer.qweight, layer.qzeros, layer.scales, GROUP, layer.g_idx)
+
+
+@pytest.mark.parametrize("name", ["qweight", "qzeros", "scales", "g_idx"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_words_that_are_assigned_are_used(kind: str, name: str) -> None:
+    layer, other = KINDS[kind](symmetric=False), KINDS[kind](symmetric=False)
+    if name not in layer._buffers:
+        pytest.skip("AWQ has no order of activation")
+    original = copy.deepcopy(layer)
+    x = torch.randn(5, K)
+    report = convert(nn.Sequential(layer))
+    layer(x)
+    for each in (layer, original):
+        setattr(each, name, other._buffers[name].clone())
+    torch.testing.assert_close(layer(x), original(x), rtol=1e-3, atol=1e-2)
+    report.undo()
+    for entry, t in original.state_dict().items():
+        assert torch.equal(layer.state_dict()[entry], t)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_scales_that_are_written_are_used(kind: str) -> None:
+    layer = KINDS[kind]()
+    original = copy.deepcopy(layer)
+    x = torch.randn(5, K)
+    convert(nn.Sequential(layer))
+    for write in (lambda scales: scales.mul_(2), lambda scales: scales.data[1].fill_(0.25)):
+        write(layer.scales)
+        write(original.scales)
+        torch.testing.assert_close(layer(x), original(x), rtol=1e-3, atol=1e-2)

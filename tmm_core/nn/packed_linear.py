@@ -137,6 +137,16 @@ class PackedProduct(ProductLayer):
             return self._words()[name]
         return super().__getattr__(name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in (*_WORDS, "g_idx") or "weight" not in self._parameters:
+            super().__setattr__(name, value)
+            return
+        self._swapped_out()
+        try:
+            super().__setattr__(name, value)
+        finally:
+            self._swapped_in()
+
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         del destination[f"{prefix}weight"]
