@@ -96,10 +96,9 @@ def hash_after_callees(fn: Any, constants: Mapping[str, Any]) -> None:
     """Compute Triton's hashes of ``fn`` and of the functions among ``constants``, callees first.
     Call it before anything hashes a function of Triton's, as a dict does.
 
-    Triton's own hash depends on what the process did before. It adds the constants of callees to
-    the caller's hash, but only those of callees that were hashed before, and it sorts constants of
-    one name by the addresses of the dicts that hold them. A process that compiles would not find
-    the kernels of another one.
+    Triton's own hash depends on what the process did before. It adds the constants of a callee only
+    if the callee was hashed before. It sorts constants of one name by the addresses of the dicts
+    that hold them. So a process would not find the kernels that another one compiled.
     """
     with _hashing:
         for each in (fn, *constants.values()):
