@@ -27,15 +27,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tmm_cache import CacheStore, TuningRecord
+from tmm_cache import CacheStore, CandidateResult, TuningRecord
 
 import tmm_core
 from tmm_core import dispatch, settings
+from tmm_core.bench import exhaustive
+from tmm_core.bench.exhaustive import BURST_US, ROUNDS
 from tmm_core.dispatch.dispatcher import Dispatcher
 from tmm_core.launch import warm
+from tmm_core.registry.query import read_config
 from tmm_core.spec.bucket import bucketed
+from tmm_core.spec.device import current_device
+from tmm_core.spec.launcher import Bound, Launcher
 from tmm_core.spec.problem import Problem
 from tmm_core.tuning.ranking import identity
+from tmm_core.tuning.timing import CAPTURES
 
 #: M, N, K and the epilogue: decode, prefill and in between, some M inside their buckets.
 SHAPES = [
@@ -229,11 +235,22 @@ def compare(all_cases: Sequence[Case], root: Path, until: float) -> None:
             record = other.tune(bucketed(case.problem), current)
             case.row.foreground_s = time.perf_counter() - began
             case.row.foreground = named(record)
-            mine = identity(found[1].best)
-            same = [c for c in record.candidates if identity(c) == mine and c.status == "ok"]
-            best = record.best.median_us
-            if same and same[0].median_us and best:
-                case.row.ratio = same[0].median_us / best
+            case.row.ratio = ratio(case.problem, found[1].best, record.best)
+
+
+def ratio(problem: Problem, mine: CandidateResult, other: CandidateResult) -> float:
+    """The time of a candidate relative to another one's, in use."""
+    if identity(mine) == identity(other):
+        return 1.0
+
+    def launcher(of: CandidateResult) -> Launcher:
+        kernel = dispatch.default_dispatcher().registry.kernel(of.kernel)
+        return Bound.of(kernel.bind(problem, read_config(kernel, of.config))).run
+
+    launchers = {"mine": launcher(mine), "other": launcher(other)}
+    clock = {"captures": CAPTURES, "rounds": ROUNDS, "burst_us": BURST_US}
+    us, _ = exhaustive.race(problem, current_device(problem.device), launchers, **clock)
+    return us["mine"] / us["other"]
 
 
 def named(record: TuningRecord) -> str:
