@@ -421,7 +421,7 @@ def test_device_functions_need_a_gpu_or_the_interpreter(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(epilogue_conformance, "interpreting", lambda: False)
     with pytest.raises(Skipped, match="needs a GPU, or TRITON_INTERPRET=1"):
-        of_epilogue(SQUARE)._evaluated(None)
+        of_epilogue(SQUARE)._evaluated(None, ())
 
 
 INF, NAN = float("inf"), float("nan")

@@ -131,18 +131,21 @@ class EpilogueConformance(Suite):
         from tmm_core.triton import device_function
 
         for epilogue in (*self._variants(), self.epilogue.then(parse("softcap(30)"))):
-            (y,) = self._evaluated(device_function(epilogue))
+            y = self._evaluated(device_function(epilogue), self.epilogue.inputs(self._z()))
             self._close(y, epilogue.apply(self._z()), "device", None)
 
     def test_device_derivative(self) -> None:
         if self.epilogue.device is None or self.epilogue.device_derivative is None:
             pytest.skip("has no device_derivative: training takes torch's operators")
-        from tmm_core.triton.device_functions import device_derivative
+        z = self._side_by_side(self.epilogue.inputs(self._z()))
+        from tmm_core.triton.pointwise import Pointwise
 
         for epilogue in self._variants():
-            found = self._evaluated(device_derivative(epilogue), pair=epilogue.gated)
-            for slope, exact in zip(found, self._gradients(epilogue), strict=True):
-                self._close(slope, exact, "device_derivative", None)
+            exact = self._gradients(epilogue)
+            ones = z.new_ones(exact[0].shape)
+            found = Pointwise(epilogue, z.shape[-1], z.dtype, z.device).backward(ones, z)
+            for slope, right in zip(found.chunk(len(exact), -1), exact, strict=True):
+                self._close(slope, right, "device_derivative", None)
 
     def test_outputs(self) -> None:
         """Each output's terms, element by element, and their device functions."""
@@ -157,7 +160,7 @@ class EpilogueConformance(Suite):
             exact = port.terms(y)
             self._check(exact.shape == y.shape, f"outputs.{port.name}", f"{tuple(exact.shape)}")
             if port.device is not None:
-                (found,) = self._evaluated(port_function(port), of=(y,))
+                found = self._evaluated(port_function(port), (y,))
                 self._close(found, exact, f"outputs.{port.name}", None)
 
     def test_it_trains(self) -> None:
@@ -200,49 +203,31 @@ class EpilogueConformance(Suite):
         y = epilogue.reference(*halves, *epilogue.parameters)
         return torch.autograd.grad(y.sum(), halves)
 
-    def _evaluated(
-        self, function: Any, *, pair: bool = False, of: tuple[Tensor, ...] | None = None
-    ) -> tuple[Tensor, ...]:
-        """Evaluate a device function at the points, or at the tensors ``of``: z, or gate and up.
-
-        Args:
-            function: From :func:`tmm_core.triton.device_function` and similar functions.
-            pair: It returns two values, like the derivative of a gated epilogue.
-        """
+    def _side_by_side(self, blocks: tuple[Tensor, ...]) -> Tensor:
+        """The blocks in fp32, on a device that runs kernels; skips the test if there is none."""
         device = self._device()
         if device.type != "cuda" and not interpreting():
             pytest.skip("needs a GPU, or TRITON_INTERPRET=1 before Triton is imported")
+        return torch.cat(blocks, -1).float().to(device)
+
+    def _evaluated(self, function: Any, blocks: tuple[Tensor, ...]) -> Tensor:
+        """Evaluate a function from :func:`tmm_core.triton.device_function` at z, or gate and up."""
+        z = self._side_by_side(blocks)
         from tmm_core.triton import pointwise
         from tmm_core.triton.launch import Launch
 
-        blocks = self.epilogue.inputs(self._z()) if of is None else of
-        z = torch.cat(blocks, -1).float().to(device)
-        (rows, columns), width = blocks[0].shape, z.shape[1]
-        names = ("z_ptr", "grad_ptr", "dz_ptr") if pair else ("z_ptr", "y_ptr")
-        types = {**dict.fromkeys(names, "*fp32"), **dict.fromkeys(("M", "N", "ldz"), "i32")}
+        rows, columns = blocks[0].shape
         high, wide = pointwise.BLOCK_M, pointwise.BLOCK_N
-        constants = {"GATED": len(blocks) == 2, "BLOCK_M": high, "BLOCK_N": wide}
-        grid = -(-rows // high) * -(-columns // wide), 1, 1
-        if pair:
-            ones, slopes = z.new_ones(columns), torch.empty_like(z)  # the gradient, of every row
-            constants |= {"SLOPE": function, "grad_row": 0, "grad_col": 1}
-            launch = Launch(pointwise._backward, types, constants, device=z.device)
-            launch(grid, ones, z, slopes, rows, columns, width)
-            return slopes.chunk(2, -1)
+        launch = Launch(
+            pointwise._forward,
+            {"z_ptr": "*fp32", "y_ptr": "*fp32", "M": "i32", "N": "i32", "ldz": "i32"},
+            {"EPILOGUE": function, "GATED": len(blocks) == 2, "BLOCK_M": high, "BLOCK_N": wide},
+            device=z.device,
+        )
         y = z.new_empty(rows, columns)
-        constants |= {"EPILOGUE": function}
-        launch = Launch(pointwise._forward, types, constants, device=z.device)
-        launch(grid, z, y, rows, columns, width)
-        return (y,)
-
-    def _functions(self) -> Iterator[tuple[str, Any]]:
-        names = ("reference", "device", "derivative", "output_vjp", "device_derivative")
-        functions = [(name, getattr(self.epilogue, name)) for name in names]
-        for port in self.epilogue.outputs:
-            functions += [(f"outputs.{port.name}", each) for each in (port.of, port.device)]
-        for name, function in functions:
-            if function is not None:
-                yield name, unwrapped(getattr(function, "fn", function))
+        grid = -(-rows // high) * -(-columns // wide), 1, 1
+        launch(grid, z, y, rows, columns, z.shape[1])
+        return y
 
     def _close(self, found: Tensor, exact: Tensor, what: str, limit: float | None) -> None:
         """``limit`` is relative; None: fp32's tolerance of a kernel."""
@@ -266,7 +251,11 @@ class EpilogueConformance(Suite):
     def _check(self, holds: bool, what: str, fault: str) -> None:
         if holds:
             return
-        function = dict(self._functions()).get(what.split()[0])
-        code = getattr(function, "__code__", None)
+        name = what.split()[0]
+        function = getattr(self.epilogue, name, None)
+        for port in self.epilogue.outputs:
+            if name == f"outputs.{port.name}":
+                function = port.device or port.of
+        code = getattr(unwrapped(getattr(function, "fn", function)), "__code__", None)
         where = f" ({code.co_filename}:{code.co_firstlineno})" if code is not None else ""
         pytest.fail(f"{self.epilogue.name}: {what} is wrong: {fault}{where}", pytrace=False)
