@@ -101,8 +101,9 @@ def grouped_matmul(
         bias, residual, alpha, text_of(epilogue), out_dtype, a_index, out_index, out_weights,
         out_index is not None, scale_a, scale_b, out=out,
     )  # fmt: skip
-    if offs is None:
-        return _batched(call)
+    if offs is None:  # a batch of products, or ragged rows if each group has a bias
+        call = _checked(call)
+        return _batch(call) if out is not None else cast_first(_batch, call)
     try:
         if (
             out is None
@@ -113,7 +114,10 @@ def grouped_matmul(
             and not autograd_state.recorded(a, b, bias, residual, out_weights, scale_a, scale_b)
         ):
             return run(*call)
-        return _ragged(call)
+        checked = _checked(call)
+        if out is not None:
+            return grouped_operator.write(checked)
+        return grouped_operator.grouped_matmul(*checked[:-1])  # type: ignore[no-any-return]
     except RuntimeError as error:
         reraise(error)
         # Torch refuses a tensor without strides in various places, with other messages.
@@ -122,31 +126,15 @@ def grouped_matmul(
         raise
 
 
-def _unpacked(call: GroupedArguments) -> GroupedArguments:
-    """The call with quantised operands replaced by their parts, whose classes have sharding rules
-    from then on."""
+def _checked(call: GroupedArguments) -> GroupedArguments:
+    """Check the types of a call's tensors; returns it with quantised operands replaced by their
+    parts, whose classes have sharding rules from then on."""
+    named = {name: getattr(call, name) for name in (*GROUPED_TENSORS, "out")}
+    check_tensors("grouped_matmul", **named)
     call = unpacked(foreign.read_operands(call), grouped=True)
     for kind in {type(call.a), type(call.b)} - {Tensor}:
         prepare_for(kind)
     return call
-
-
-def _ragged(call: GroupedArguments) -> Tensor:
-    """A call with ``offs``, through torch's dispatcher."""
-    named = {name: getattr(call, name) for name in (*GROUPED_TENSORS, "out")}
-    check_tensors("grouped_matmul", **named)
-    call = _unpacked(call)
-    if call.out is not None:
-        return grouped_operator.write(call)
-    return grouped_operator.grouped_matmul(*call[:-1])  # type: ignore[no-any-return]
-
-
-def _batched(call: GroupedArguments) -> Tensor:
-    """A call without ``offs``: a batch of products, or ragged rows if each group has a bias."""
-    named = {name: getattr(call, name) for name in (*GROUPED_TENSORS, "out") if name != "offs"}
-    check_tensors("grouped_matmul", **named)
-    call = _unpacked(call)
-    return _batch(call) if call.out is not None else cast_first(_batch, call)
 
 
 def _batch(call: GroupedArguments) -> Tensor:

@@ -324,13 +324,11 @@ class Quantized(torch.Tensor):
 
 def _check_parts(data: Any, scale: Any, zero: Any) -> None:
     """Refuse what cannot be a part of a quantised tensor."""
-    for name, t in (("data", data), ("scale", scale), ("zero", zero)):
-        if (t is None and name == "zero") or isinstance(t, Tensor):
-            continue
-        raise TypeError(f"Quantized(): argument '{name}' must be Tensor, not {type(t).__name__}")
-    for name, t in (("data", data), ("scale", scale), ("zero", zero)):
-        if t is None:
-            continue
+    given = {"data": data, "scale": scale} | ({} if zero is None else {"zero": zero})
+    for name, t in given.items():
+        if not isinstance(t, Tensor):
+            kind = type(t).__name__
+            raise TypeError(f"Quantized(): argument '{name}' must be Tensor, not {kind}")
         if t.layout is not torch.strided or t.is_nested or isinstance(t, Quantized):
             raise RuntimeError(f"{name} must be a dense tensor, got {type(t).__name__} {t.layout}")
         if t.device != data.device:

@@ -44,7 +44,7 @@ from tmm_core.errors import SettingsError, reraise
 T = TypeVar("T")
 
 OnCacheMiss = Literal["tune", "background", "heuristic", "error"]
-_ON_CACHE_MISS = get_args(OnCacheMiss)
+_CHOICES = get_args(OnCacheMiss)
 
 _FLAGS = {"1": True, "true": True, "on": True, "yes": True}
 _FLAGS |= {"0": False, "false": False, "off": False, "no": False, "": False}
@@ -57,10 +57,7 @@ def _is_instance(*kinds: type) -> Callable[[Any], bool]:
 #: A check of each field's values, and a description of the values. A flag is a bool: 1 would be
 #: interned in place of True and change records' keys, and a text like "off" is true.
 _TAKES: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "on_cache_miss": (
-        _ON_CACHE_MISS.__contains__,
-        f"one of {', '.join(get_args(OnCacheMiss))}",
-    ),
+    "on_cache_miss": (_CHOICES.__contains__, f"one of {', '.join(_CHOICES)}"),
     "kernel": (_is_instance(str, NoneType), "a kernel's name"),
     "disable": (lambda given: all(isinstance(name, str) for name in given), "kernels' names"),
     "deterministic": (_is_instance(bool), "True or False"),
@@ -219,36 +216,35 @@ def _under(settings: Settings | None, function: Callable[..., T], *arguments: An
         _active.reset(token)
 
 
-def _leave(token: Token[Settings | None], settings: Settings) -> None:
-    """End a block that put ``settings`` in force."""
+def _in_force(settings: Settings) -> Iterator[Settings]:
+    """The steps of a context in which ``settings`` are in force."""
+    token = _active.set(settings)
     try:
-        _active.reset(token)
-    except ValueError as error:
-        reraise(error)
-        # The block ends in another context: another task finishes an asynchronous generator, or a
-        # web framework leaves its dependency in another thread. That context has the block's
-        # settings if it is a copy.
-        if _active.get() is settings:
-            before = token.old_value
-            _active.set(None if before is Token.MISSING else before)
+        yield settings
+    finally:
+        try:
+            _active.reset(token)
+        except ValueError as error:
+            reraise(error)
+            # The block ends in another context: another task finishes an asynchronous generator, or
+            # a web framework leaves its dependency in another thread. That context has the block's
+            # settings if it is a copy.
+            if _active.get() is settings:
+                before = token.old_value
+                _active.set(None if before is Token.MISSING else before)
 
 
 @contextmanager
-def nested() -> Iterator[None]:
+def nested() -> Iterator[Settings]:
     """A context in which a plugin's code runs. BLAS serves the products that this code computes:
     the caller may hold the tuning lock, and may be querying that very kernel. Settings are part of
     a plan's key, so other calls do not replay these choices."""
     # The environment is not read: it may still change, and BLAS follows none of its settings.
     base = _active.get() or _DEFAULT
     if base.nested:
-        yield
-        return
-    inside = changed(base, nested=True, kernel=None, config=None)
-    token = _active.set(inside)
-    try:
-        yield
-    finally:
-        _leave(token, inside)
+        yield base
+    else:
+        yield from _in_force(changed(base, nested=True, kernel=None, config=None))
 
 
 @functools.lru_cache(256)
@@ -344,9 +340,4 @@ def override(
         raise SettingsError(
             f"unknown setting {', '.join(unknown)}; known: {', '.join(sorted(known))}"
         )
-    inside = _intern(dataclasses.replace(base, **changes))
-    token = _active.set(inside)
-    try:
-        yield inside
-    finally:
-        _leave(token, inside)
+    yield from _in_force(_intern(dataclasses.replace(base, **changes)))

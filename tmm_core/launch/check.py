@@ -24,7 +24,7 @@ _OVERLAPS = 1
 PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 
 #: Names of arguments that cannot be left out.
-_OPERANDS = ("a", "b", "x", "weight", "offs")
+_OPERANDS = ("a", "b", "x", "weight")
 
 _OUT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
