@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from tmm_base.console import DONE, Parser, argument, guarded, warnings_as_notes
 from tmm_base.tmm import parsers
@@ -46,9 +45,11 @@ def _parser() -> Parser:
     _add_explain(commands["explain"])
     _add_tune(commands["tune"])
     _add_bench(commands["bench"])
-    for name in ("verify", "doctor"):
+    for name in ("explain", "tune", "bench"):
+        shared.add_problem(commands[name])
+    for name in ("explain", "tune", "bench", "verify", "doctor"):
         shared.add_device(commands[name])
-    for name in ("kernels", "verify", "doctor", "misses"):
+    for name in ("explain", "tune", "bench", "kernels", "verify", "doctor", "misses"):
         commands[name].add_json()
     help_text = "name of the distribution and of its folder, like my-kernels"
     commands["new-plugin"].add_argument("name", help=help_text)
@@ -68,9 +69,6 @@ def _add_explain(parser: Parser) -> None:
         "--gpu", metavar="NAME", help="as on this GPU, which need not be present: H200"
     )
     parser.flag("--why", text="analyse the chosen kernel (compiles it)")
-    shared.add_problem(parser)
-    shared.add_device(parser)
-    parser.add_json()
 
 
 def _add_tune(parser: Parser) -> None:
@@ -94,9 +92,6 @@ def _add_tune(parser: Parser) -> None:
         "crashes is left out",
     )
     _add_budget(parser)
-    shared.add_problem(parser)
-    shared.add_device(parser)
-    parser.add_json()
 
 
 def _add_bench(parser: Parser) -> None:
@@ -121,7 +116,7 @@ def _add_bench(parser: Parser) -> None:
     parser.add_argument(
         "--kernel",
         action="extend",
-        type=_listed(str),
+        type=lambda text: text.split(","),
         default=[],
         metavar="NAME,…",
         help="time these kernels too, on --shapes and --squares",
@@ -194,9 +189,6 @@ def _add_bench(parser: Parser) -> None:
         help="measure nothing; show results of these files or folders",
     )
     parser.flag("--markdown", text="print the whole report")
-    shared.add_problem(parser)
-    shared.add_device(parser)
-    parser.add_json()
 
 
 def _add_suite(parser: Parser) -> None:
@@ -213,10 +205,6 @@ def _add_budget(parser: Parser) -> None:
     parser.add_argument(
         "--budget", type=_seconds, metavar="S", help="seconds of tuning per problem"
     )
-
-
-def _listed(parse: Callable[[str], Any]) -> Callable[[str], list[Any]]:
-    return argument(lambda text: [parse(part) for part in text.split(",")])
 
 
 @argument

@@ -161,7 +161,9 @@ class GuardedTensor:
     def intact(self) -> torch.Tensor:
         """Return whether bands and gaps are unchanged, as a tensor; overwrites the tensor
         inside."""
-        _fill(self.tensor, self.filler)
+        t = torch.view_as_real(self.tensor) if self.tensor.is_complex() else self.tensor
+        if t.numel():
+            t.view(_BITS[t.element_size()]).fill_(_word(self.filler, t.element_size()))
         return (self.words == _word(self.filler, 8)).all()
 
     def poison(self) -> torch.Tensor:
@@ -248,12 +250,6 @@ def same_bits(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     x, y = (torch.view_as_real(t) if t.is_complex() else t for t in (x, y))
     as_bits = _BITS[x.element_size()]
     return (x.view(as_bits) == y.view(as_bits)).all()
-
-
-def _fill(t: torch.Tensor, byte: int) -> None:
-    t = torch.view_as_real(t) if t.is_complex() else t
-    if t.numel():
-        t.view(_BITS[t.element_size()]).fill_(_word(byte, t.element_size()))
 
 
 def _word(byte: int, size: int) -> int:

@@ -67,7 +67,9 @@ class NonFinite:
             usual: The result of the same inputs without these values, of a deterministic kernel.
         """
         if self.within is not None:
-            out = out.narrow(self.within[0], 0, self.within[1])
+            dimension, size = self.within
+            out = out.narrow(dimension, 0, size)
+            usual = None if usual is None else usual.narrow(dimension, 0, size)
         elsewhere = ~out.isfinite()
         here = (..., self.places, slice(None)) if self.axis == "rows" else (..., self.places)
         elsewhere[here] = False
@@ -81,9 +83,6 @@ class NonFinite:
             has, wanted = out[here][first].item(), _NAMES[int(self.kinds[first])]
             return f"{what}, {counts[0]} elements there are wrong: one is {has:g} and not {wanted}"
         if usual is not None and out.numel():
-            usual = (
-                usual if self.within is None else usual.narrow(self.within[0], 0, self.within[1])
-            )
             usual[here] = out[here]
             if not same_bits(usual, out):
                 return f"{what}, elements of others have other bits"

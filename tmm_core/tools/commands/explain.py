@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import replace
-from typing import Any
 
 import torch
 from tmm_base import UsageError, console
@@ -39,16 +38,11 @@ def _explanation(case: Case, options: argparse.Namespace) -> Explanation:
     dispatcher = dispatch.default_dispatcher()
     gpu = None if options.gpu is None else gpus.find(dispatcher.store, options.gpu)
     device = torch.device("cpu") if gpu is not None else shared.device(options)
-    forced: dict[str, Any] = {}
-    if options.kernel is not None:
-        forced["kernel"] = options.kernel
-    if options.config is not None:
-        if options.kernel is None:
-            raise UsageError("--config belongs to one kernel: name it with --kernel")
-        forced["config"] = options.config
+    if options.config is not None and options.kernel is None:
+        raise UsageError("--config belongs to one kernel: name it with --kernel")
     with (
         precision(case.tf32),
-        settings.override(**forced) as current,
+        settings.override(kernel=options.kernel, config=options.config) as current,
         shared.usage(str(case), RuntimeError, TypeError),
     ):
         problem = case.problem(device)

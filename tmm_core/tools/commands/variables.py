@@ -29,13 +29,9 @@ def _folders(text: str) -> None:
             raise ValueError(f"{part} is in the home folder of an unknown user, and is not used")
 
 
-def _one_of(*accepted: str) -> Callable[[str], None]:
-    def check(text: str) -> None:
-        if text not in accepted:
-            named = " or ".join(repr(each) for each in accepted if each)
-            raise ValueError(f"accepted is {named}")
-
-    return check
+def _digit(text: str) -> None:
+    if text not in ("1", "0", ""):
+        raise ValueError("accepted is '1' or '0'")
 
 
 def _switch(text: str) -> None:
@@ -60,10 +56,10 @@ CHECKS: dict[str, Callable[[str], object]] = {
     "TMM_CACHE_DIR": _folders,
     "TMM_CACHE_MAX_SIZE": lambda text: text and parse_size(text),
     "TMM_CACHE_PATH": _folders,
-    "TMM_CACHE_SHARED": _one_of("1", "0", ""),
+    "TMM_CACHE_SHARED": _digit,
     "TMM_LOCK_FILE": _lock_file,
     "TMM_REQUIRE_LOCKED": _switch,
-    "TMM_SHIPPED_RECORDS": _one_of("1", "0", ""),
+    "TMM_SHIPPED_RECORDS": _digit,
 }
 
 

@@ -12,8 +12,8 @@ from typing import Any
 from tmm_base.console import DONE, FOUND, INTERRUPTED, counted, note, print_json
 
 from tmm_core import dispatch
+from tmm_core.bench import report
 from tmm_core.spec.device import fingerprint
-from tmm_core.spec.kernel import config_text
 from tmm_core.tools.commands import options as shared
 from tmm_core.tools.commands import record_check
 from tmm_core.tools.commands.misses import title
@@ -58,5 +58,5 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _line(document: dict[str, Any]) -> str:
-    chosen = f"{document['kernel']} {config_text(document['config'])}".rstrip()
-    return f"{document['title']}  {chosen}  {document['status']}: {document['reason']}"
+    chosen, status = report.chosen(document), document["status"]
+    return f"{document['title']}  {chosen}  {status}: {document['reason']}"

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from tmm_base import UsageError
+from tmm_base.guards import suppress
 
 from tmm_core.dispatch.explanation import Explanation
 from tmm_core.errors import ConfigError, reraise
@@ -136,11 +137,9 @@ def described(explanation: Explanation, registry: Registry) -> tuple[Candidate, 
 
 
 def _default_anatomy(kernel: Any, problem: Problem) -> bool:
-    try:
+    with suppress(Exception):  # a third-party kernel's fault; it is not offered
         return kernel.anatomy(problem, kernel.default_config(problem)) is not None
-    except Exception as error:  # a third-party kernel's fault; it is not offered
-        reraise(error)
-        return False
+    return False
 
 
 def _known(explanation: Explanation, candidate: Candidate) -> dict[str, Any]:
