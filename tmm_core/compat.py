@@ -19,6 +19,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from tmm_base.guards import suppress
 
 from tmm_core.errors import TmmWarning, reraise
 
@@ -88,11 +89,9 @@ without_modes: Any = private("torch.utils._python_dispatch._disable_current_mode
 # -- derivatives, transforms and autocast (interop) ----------------------------------------------
 
 
-def _functorch_transforms() -> bool:
-    return transform() is not None
-
-
-transforms_active = private("torch._C._are_functorch_transforms_active", _functorch_transforms)
+transforms_active = private(
+    "torch._C._are_functorch_transforms_active", lambda: transform() is not None
+)
 #: Whether a tensor is a batch of gradients: ``is_grads_batched`` uses the legacy vmap, which no
 #: functorch mode reveals.
 is_batched = private("torch._C._functorch.is_legacy_batchedtensor", _always(True))
@@ -133,13 +132,8 @@ def _without_autocast(device: str) -> Any:
     return functools.partial(exclude, keys(key))
 
 
-_AUTOCASTS = {device: _without_autocast(device) for device in ("cuda", "cpu")}
-
-
-def without_autocast(device: str) -> AbstractContextManager[Any]:
-    """A context in which operands on ``device`` are not cast."""
-    return _AUTOCASTS[device]()  # type: ignore[no-any-return]
-
+#: Factories of a context in which operands are not cast, by type of device.
+without_autocast = {device: _without_autocast(device) for device in ("cuda", "cpu")}
 
 #: Makes a tensor without storage, for a subclass that has other tensors as its parts; and the
 #: context in which functions of subclasses are called as torch's own.
@@ -171,12 +165,10 @@ def uncast(out: torch.Tensor | None) -> AbstractContextManager[Any]:
 # -- operators of torch that tmm answers (interop.aten) ------------------------------------------
 
 
-def _fp32_precision(*_: str) -> str:
-    return str(torch.backends.cuda.matmul.fp32_precision)
-
-
 #: Called with ``"cuda", "matmul"``. It reads what torch's property reads, without its checks.
-fp32_precision = private("torch._C._get_fp32_precision_getter", _fp32_precision)
+fp32_precision = private(
+    "torch._C._get_fp32_precision_getter", lambda *_: torch.backends.cuda.matmul.fp32_precision
+)
 
 
 # -- GPUs ------------------------------------------------------------------------------------
@@ -211,10 +203,8 @@ def end_failed_capture(pool: Any) -> None:
     that the next ``torch.randn`` would raise. Ending another capture resets the generator.
     """
     device = torch.cuda.current_device()
-    try:
+    with suppress(RuntimeError):  # already ended: the failure was elsewhere
         private("torch._C._cuda_endAllocateToPool", _always(None))(device, pool)
-    except RuntimeError as error:  # already ended: the failure was elsewhere
-        reraise(error)
     with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
         torch.zeros(1, dtype=torch.float32, device=device)
 

@@ -17,12 +17,12 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any
 
 from tmm_base.guards import foreign_place as foreign_place
 from tmm_base.guards import of_the_call as of_the_call
 from tmm_base.guards import reraise as reraise
-from tmm_base.guards import warn_caller
+from tmm_base.guards import suppress, warn_caller
 
 
 class TmmError(Exception):
@@ -71,7 +71,6 @@ class TmmWarning(UserWarning):
 
 def warn(message: str, category: type[Warning] = TmmWarning) -> None:
     """Issue a warning that points at the line that called into tmm."""
-
     warn_caller(message, category)
 
 
@@ -114,34 +113,24 @@ def _name_of(kind: type) -> str:
 
 
 def _guarded(function: Callable[[Any], str], thing: object, failed: str, most: int = _TEXT) -> str:
-    try:
+    with suppress(BaseException):
         return plain_text(function(thing), most)
-    except BaseException as error:
-        reraise(error)
-        return failed
-
-
-class Origin(Protocol):
-    """The plugin and distribution of a kernel, as a warning names them."""
-
-    @property
-    def plugin(self) -> str: ...
-    @property
-    def distribution(self) -> str: ...
+    return failed
 
 
 #: The distributions, and the plugins without one, whose fault this process has reported.
 _faults: set[str] = set()
 
 
-def warn_of_plugin(source: Origin, message: str, place: str = "", more: int = 0) -> None:
+def warn_of_plugin(source: Any, message: str, place: str = "", more: int = 0) -> None:
     """Issue the one warning of this process about a distribution; its later faults are not
     reported.
 
     Change all state before calling: under ``-W error`` this raises, once per distribution.
 
     Args:
-        source: The origin of the faulty kernel, epilogue or plugin.
+        source: The origin of the faulty kernel, epilogue or plugin
+            (:class:`tmm_core.registry.registry.Source`).
         message: The first fault: kernel and reason.
         place: File and line of its exception.
         more: Further faults of the same distribution, known already.

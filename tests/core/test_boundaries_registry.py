@@ -743,7 +743,7 @@ def test_a_module_that_lacks_one_of_its_names_is_replaced(monkeypatch: pytest.Mo
 def test_autocast_is_left_out_inside(device: str) -> None:
     x = torch.ones(2, 2)
     with torch.autocast("cpu", dtype=BF16):
-        with compat.without_autocast(device):
+        with compat.without_autocast[device]():
             assert (x @ x).dtype is (F32 if device == "cpu" else BF16)
         assert (x @ x).dtype is BF16
         assert compat.autocasts_on("cpu")

@@ -437,8 +437,8 @@ ENVIRON = [
     Mutant(
         "toolchain-folder-stat",
         "spec/toolchain.py",
-        "except (FileNotFoundError, NotADirectoryError, PermissionError) as error:",
-        "except (FileNotFoundError, NotADirectoryError) as error:",
+        "with suppress(FileNotFoundError, NotADirectoryError, PermissionError):",
+        "with suppress(FileNotFoundError, NotADirectoryError):",
         "a home that may not be entered is 'Permission denied', and none of its parents is examined",
         (f"{ENVIRONMENT}::test_folders_that_triton_cannot_use",),
     ),

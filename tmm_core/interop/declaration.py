@@ -123,7 +123,7 @@ def _autocast(
     """Return the autocast rule of ``operator`` for ``device``."""
 
     def rule(*given: Any) -> Any:
-        with compat.without_autocast(device):
+        with compat.without_autocast[device]():
             taken = _cast(device, arguments, given)
             if taken[1] is given[1]:
                 return operator(*taken)

@@ -21,8 +21,6 @@ from typing import Any, NamedTuple
 from tmm_base.guards import OWN_PACKAGES, suppress
 from tmm_cache.fields import NAME_MAX
 
-from tmm_core.errors import reraise
-
 #: Packages whose versions belong to a record's environment, or to Python's; and tmm's own.
 LIBRARIES = frozenset(sys.stdlib_module_names) | {"torch", "triton", "numpy"} | OWN_PACKAGES
 #: The contents of a package's first files are read, up to this many bytes, which takes about 30 ms.
@@ -141,15 +139,9 @@ def _package(module: str) -> str:
     return next((name for name in names if _file(name) is not None), names[0])
 
 
-def _found(module: str) -> tuple[Any, list[str]]:
-    """The file of a module, and the folders of a package."""
-    loaded = sys.modules.get(module)
-    return getattr(loaded, "__file__", None), list(getattr(loaded, "__path__", None) or ())
-
-
 def _file(module: str) -> str | None:
     """The file of a module, or the archive that it is in."""
-    path = _found(module)[0]
+    path = getattr(sys.modules.get(module), "__file__", None)
     if type(path) is not str:
         return None
     path = os.path.abspath(path)
@@ -161,7 +153,8 @@ def _file(module: str) -> str | None:
 def _files(module: str) -> list[tuple[str, str]]:
     """Return the files of a module's package, with their names within the package."""
     package = _package(module)
-    folders, alone = _found(package)[1], _file(package)
+    folders = list(getattr(sys.modules.get(package), "__path__", None) or ())
+    alone = _file(package)
     if alone is not None and "." in package and not folders:
         folders = [os.path.dirname(alone)]  # a folder without __init__.py
     found = [(path, os.path.relpath(path, folder)) for folder in folders for path in _walk(folder)]
@@ -194,12 +187,10 @@ class _Stamp(NamedTuple):
 
 
 def _stamp(path: str, name: str) -> _Stamp:
-    try:
+    with suppress(OSError):  # just removed
         status = os.stat(path)
-    except OSError as error:  # just removed
-        reraise(error)
-        return _Stamp(path, name, 0, 0, 0)
-    return _Stamp(path, name, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+        return _Stamp(path, name, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+    return _Stamp(path, name, 0, 0, 0)
 
 
 @functools.lru_cache(256)

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-
-from tmm_core.errors import reraise
+from tmm_base.guards import suppress
 
 if TYPE_CHECKING:
     from tmm_cache import JSON
@@ -83,11 +82,9 @@ def interpreting() -> bool:
 def version_of(distribution: str) -> str:
     """Return the version of an installed distribution; empty if its metadata states none, or if
     they are damaged."""
-    try:
+    with suppress(Exception):
         return importlib.metadata.version(distribution) or ""
-    except Exception as error:
-        reraise(error)
-        return ""
+    return ""
 
 
 def triton_version() -> str:

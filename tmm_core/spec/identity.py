@@ -15,8 +15,8 @@ from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodT
 from typing import Any
 
 import torch
+from tmm_base.guards import suppress
 
-from tmm_core.errors import reraise
 from tmm_core.spec.code import LIBRARIES, is_typed, package_digest
 
 _CONSTANTS = (type(None), bool, int, float, complex, str, bytes, torch.dtype)
@@ -49,11 +49,9 @@ def is_frozen(function: Any) -> bool:
     has attributes, is not copied."""
     if type(function) is not FunctionType or vars(function) or _writes(function.__code__):
         return False
-    try:
+    with suppress(ValueError):  # a variable that is not filled yet
         return all(cell.cell_contents is cell.cell_contents for cell in function.__closure__ or ())
-    except ValueError as error:  # a variable that is not filled yet
-        reraise(error)
-        return False
+    return False
 
 
 @functools.cache

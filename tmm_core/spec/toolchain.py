@@ -16,7 +16,7 @@ import sys
 import sysconfig
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tmm_base.guards import suppress
 from tmm_cache import stamp
@@ -145,12 +145,10 @@ def usable(folder: Path | None) -> str:
 def _exists(path: Path) -> bool:
     """Whether there is such a file. Raises OSError for a path that cannot become one, such as one
     with too long a name."""
-    try:
+    with suppress(FileNotFoundError, NotADirectoryError, PermissionError):
         os.stat(path)
-    except (FileNotFoundError, NotADirectoryError, PermissionError) as error:
-        reraise(error)
-        return False
-    return True
+        return True
+    return False
 
 
 #: Read once: the process has imported this release, and reading takes 1 ms.
@@ -159,12 +157,10 @@ _version = functools.cache(triton_version)
 
 def _triton() -> Path | None:
     """Triton's folder."""
-    try:
+    with suppress(ImportError, ValueError):
         found = importlib.util.find_spec("triton")
-    except (ImportError, ValueError) as error:
-        reraise(error)
-        return None
-    return Path(found.origin).parent if found is not None and found.origin else None
+        return Path(found.origin).parent if found is not None and found.origin else None
+    return None
 
 
 def _triton_files() -> list[Path]:
@@ -194,28 +190,17 @@ def _variables() -> dict[str, JSON]:
 
 
 def _read(path: Path) -> str:
-    try:
+    with suppress(OSError):
         return path.read_text(errors="replace")[:500]
-    except OSError as error:
-        reraise(error)
-        return ""
-
-
-#: Functions of Triton that cache the paths and versions of its programs, by module.
-_REMEMBERED = {
-    "triton.knobs": ("NvidiaTool.from_path",),
-    "triton.backends.nvidia.compiler": ("get_ptxas_version",),
-}
+    return ""
 
 
 def forget_programs() -> None:
     """Make Triton look for its programs again, if it is imported. It also caches that a program was
     missing."""
-    for module, names in _REMEMBERED.items():
-        for name in names:
-            found: object = sys.modules.get(module)
-            for part in name.split("."):
-                found = getattr(found, part, None)
-            clear = getattr(found, "cache_clear", None)
-            if callable(clear):
-                clear()
+    knobs: Any = sys.modules.get("triton.knobs")
+    compiler: Any = sys.modules.get("triton.backends.nvidia.compiler")
+    with suppress(AttributeError):  # not imported, or another release
+        knobs.NvidiaTool.from_path.cache_clear()
+    with suppress(AttributeError):
+        compiler.get_ptxas_version.cache_clear()

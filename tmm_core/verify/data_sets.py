@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import torch
+from tmm_base.guards import suppress
 
-from tmm_core.errors import reraise
 from tmm_core.spec.arguments import LAUNCHED_PARTS
 from tmm_core.spec.device import free_memory
 from tmm_core.spec.operand import Operand
@@ -58,12 +58,10 @@ def default_limit(device: torch.device, most: float = MOST_MEMORY) -> int:
     in 8 groups takes 12.5 GiB."""
     if device.type == "cuda":
         return int(min(free_memory(device) // 4, most))
-    try:
+    with suppress(AttributeError, OSError, ValueError):  # not a POSIX system
         has = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, OSError, ValueError) as error:  # not a POSIX system
-        reraise(error)
-        return MOST_MEMORY // 4
-    return int(min(has // 16, most))
+        return int(min(has // 16, most))
+    return MOST_MEMORY // 4
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,10 +19,10 @@ from concurrent.futures import BrokenExecutor
 from typing import Any, Literal, get_args
 
 import torch
-from tmm_base.guards import chain, frames_of
+from tmm_base.guards import chain, frames_of, suppress
 from tmm_cache import CandidateResult
 
-from tmm_core.errors import error_text, reraise
+from tmm_core.errors import error_text
 from tmm_core.spec.launcher import BASELINE
 
 #: Why a candidate is untried.
@@ -118,11 +118,9 @@ def cause_of_text(reason: str) -> Cause | None:
 
 def read(error: BaseException, name: str) -> Any:
     """Return an attribute of an exception; None if there is none, or if reading it fails."""
-    try:
+    with suppress(BaseException):
         return getattr(error, name, None)
-    except BaseException as another:
-        reraise(another)
-        return None
+    return None
 
 
 def _by_type(error: BaseException) -> Cause | None:

@@ -23,9 +23,9 @@ from collections.abc import Callable, Iterable, MutableMapping
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
+from tmm_base.guards import suppress
 
 from tmm_core.compat import private
-from tmm_core.errors import reraise
 
 try:
     import resource
@@ -150,11 +150,9 @@ _CPU = torch.device("cpu")
 
 
 def _default_device() -> torch.device:
-    try:
+    with suppress(Exception):  # of a mode that a launch left active
         return torch.get_default_device()
-    except Exception as error:  # of a mode that a launch left active
-        reraise(error)
-        return _CPU
+    return _CPU
 
 
 def _stack(name: str) -> Piece:
@@ -280,11 +278,9 @@ def _generator(module: Any) -> Piece:
 
 
 def _directory() -> str | None:
-    try:
+    with suppress(OSError):  # it was removed
         return os.getcwd()
-    except OSError as error:  # it was removed
-        reraise(error)
-        return None
+    return None
 
 
 def _set_directory(path: str | None) -> None:
