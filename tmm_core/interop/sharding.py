@@ -106,8 +106,8 @@ def _dimensions(roles: Iterable[Role], lead: Iterable[object], lacking: str) -> 
 
 
 def _rules(call: Any, dimensions: Mapping[str, Names], free: Names) -> list[Rule]:
-    """Return the rules of a product whose tensors have ``dimensions`` of these names, and may be
-    sharded along those of ``free``."""
+    """Return the rules of a product: each tensor has named ``dimensions``, and all tensors may be
+    sharded along the ``free`` ones."""
     fused, out = warm.epilogue_of(call.epilogue), dimensions["out"]
     tensors = {name: t for name in dimensions if (t := getattr(call, name)) is not None}
     terms = [name for name in ("bias", "residual") if name in tensors]

@@ -243,8 +243,8 @@ def epilogue_of(layer: Any) -> str:
 
 
 def _activation(module: Any) -> str | None:
-    """The epilogue that calling an activation computes now. What is not recognised yet is looked at
-    outside of graphs: one that is traced before leaves the activation to torch."""
+    """The epilogue that calling an activation computes now. An activation that is not known yet is
+    examined outside of graphs only: a graph that is traced before leaves it to torch."""
     if not isinstance(module, nn.Module) or interposed(module) or compat.global_hooks():
         return None
     for known in _recognised.get(type(module), ()):

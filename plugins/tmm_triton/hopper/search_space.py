@@ -207,7 +207,7 @@ def _tiles(problem: Problem) -> tuple[_Tile, ...]:
 
 
 def _splittable(problem: Problem, part: Problem) -> list[_Tile]:
-    """The tiles of a product's parts of which every SM might get one."""
+    """The tiles of ``part`` that leave SMs for at least two parts of each."""
     if not may_split(problem):
         return []
     sms = problem.device.sm_count
