@@ -279,12 +279,25 @@ class _Timed(Struct, frozen=True):
         return _median(fields.decoded(self.samples_us, _Samples))
 
 
-class _Timings(Struct, frozen=True):
-    """The part of a record's document that lists show."""
+class _Headed(Struct, frozen=True):
+    """The part of a record's document that says what was measured."""
 
     schema: _Schema
     clock: _Clock
     problem: Mapping[str, Any]
+
+
+def problem_of(data: bytes) -> Mapping[str, Any]:
+    """The problem of a record's document. The rest of the file is not checked. Raises
+    RecordError."""
+    headed: _Headed = fields.decoded(data, _Headed)
+    fields.require_sizes(headed.problem)
+    return headed.problem
+
+
+class _Timings(_Headed, frozen=True):
+    """The part of a record's document that lists show."""
+
     winner: Count
     candidates: tuple[_Timed, ...]
 
@@ -299,18 +312,14 @@ class Brief(NamedTuple):
     blas_us: float | None
 
     @classmethod
-    def of(cls, record: TuningRecord | _Timings) -> Brief:
-        best = record.candidates[record.winner]
-        return cls(record.problem, best.kernel, best.median_us, _blas_us(record.candidates))
-
-    @classmethod
     def from_bytes(cls, data: bytes) -> Brief:
         """Raises RecordError."""
         timings: _Timings = fields.decoded(data, _Timings)
         fields.require_sizes(timings.problem)
         if timings.winner >= len(timings.candidates):
             raise RecordError(f"winner: found {timings.winner}")
-        return cls.of(timings)
+        best = timings.candidates[timings.winner]
+        return cls(timings.problem, best.kernel, best.median_us, _blas_us(timings.candidates))
 
     @property
     def speedup(self) -> float | None:

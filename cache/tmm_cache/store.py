@@ -33,8 +33,8 @@ from tmm_cache.paths import (
     lock_path,
     record_path,
 )
-from tmm_cache.record import Brief, TuningRecord
-from tmm_cache.scan import Summary, briefs, summaries
+from tmm_cache.record import TuningRecord
+from tmm_cache.scan import Summary, problems, summaries
 
 if TYPE_CHECKING:
     from filelock import BaseFileLock
@@ -193,12 +193,12 @@ class CacheStore:
         yield from (each for each in held.values() if gpu in (None, each.gpu))
         yield from self._unheld(partial(summaries, report=warn_of, gpu=gpu), held)
 
-    def briefs(self) -> Iterator[Summary[Brief]]:
-        """Like `summaries`, with the part of each record that lists show."""
+    def problems(self) -> Iterator[Summary[Document]]:
+        """Like `summaries`, with the problem of each record."""
         held = dict(sorted(self._held.items()))
         for each in held.values():
-            yield replace(each, record=Brief.of(each.record))  # type: ignore[arg-type, misc]
-        yield from self._unheld(partial(briefs, report=warn_of), held)
+            yield replace(each, record=each.record.problem)  # type: ignore[arg-type, misc]
+        yield from self._unheld(partial(problems, report=warn_of), held)
 
     def _unheld(
         self, walk: Callable[[Path], Iterator[Summary[R]]], held: Container[Path]

@@ -10,6 +10,8 @@ import pytest
 from cache_builders import ENVIRONMENT, GPU, problem, record, warned
 from msgspec.structs import replace
 from tmm_cache import CacheStore
+from tmm_cache.fault_warnings import warn_of
+from tmm_cache.scan import briefs
 
 
 def test_every_record_is_listed_once_held_ones_first(store: CacheStore, tmp_path: Path) -> None:
@@ -98,16 +100,40 @@ def test_what_a_list_shows_is_checked(store: CacheStore, name: str, value: Any) 
     document = json.loads(path.read_text())
     path.write_text(json.dumps(document | {name: value}))
     with warned("is not a valid record"):
-        assert [summary.record.problem["m"] for summary in store.briefs()] == [1]
+        assert [each.record.problem["m"] for each in briefs(store.root, warn_of)] == [1]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("schema", 3), ("clock", 7), ("problem", problem() | {"m": "64"}), ("problem", [])],
+)
+def test_what_a_search_for_neighbours_reads_is_checked(
+    store: CacheStore, name: str, value: Any
+) -> None:
+    store.save(GPU, ENVIRONMENT, record(problem(m=1)))
+    path = store.save(GPU, ENVIRONMENT, record())
+    assert path is not None
+    document = json.loads(path.read_text())
+    path.write_text(json.dumps(document | {name: value}))
+    with warned("is not a valid record"):
+        assert [each.record for each in store.problems()] == [problem(m=1)]
 
 
 def test_a_list_shows_of_a_record_its_winner_and_blas(store: CacheStore) -> None:
     store.save(GPU, ENVIRONMENT, record())
-    store.hold(GPU, ENVIRONMENT, record(problem(m=1)))
-    held, found = store.briefs()
+    (found,) = briefs(store.root, warn_of)
     assert found.record == (problem(), "triton.split_k", 11.5, 21.0)
     assert found.record.speedup == record().speedup == 21.0 / 11.5
-    assert held.record == (problem(m=1), "triton.split_k", 11.5, 21.0)
+
+
+def test_problems_are_listed_of_held_records_too(store: CacheStore) -> None:
+    store.save(GPU, ENVIRONMENT, record())
+    store.save(GPU, ENVIRONMENT, record(problem(m=2)))
+    store.hold(GPU, ENVIRONMENT, record(problem(m=2), mark="held"))
+    store.hold(GPU, ENVIRONMENT, record(problem(m=1)))
+    *held, found = (each.record for each in store.problems())
+    assert sorted(each["m"] for each in held) == [1, 2]
+    assert found == problem()
 
 
 def test_a_summary_of_what_was_saved_is_the_one_that_is_listed(store: CacheStore) -> None:

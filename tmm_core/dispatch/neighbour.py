@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 from tmm_cache import CacheStore, Summary, TuningRecord
-from tmm_cache.record import Brief
+from tmm_cache.keys import Document
 
 from tmm_core.errors import reraise
 from tmm_core.spec.device import DeviceFingerprint
@@ -42,25 +42,25 @@ class Neighbours:
     def __init__(self, store: CacheStore) -> None:
         self._store = store
         #: Records by their problems without sizes: a look-up compares only records of its family.
-        self._families: dict[bytes | None, list[Summary[Brief]]] | None = None
+        self._families: dict[bytes | None, list[Summary[Document]]] | None = None
 
     def add(self, device: DeviceFingerprint, record: TuningRecord) -> None:
         """Add a saved record. It replaces an older record of its problem."""
         if self._families is None:
             return  # listed with the others on first use
         path = self._store.path(device.gpu, device.environment, record.problem)
-        new = Summary(path, self._store.root, device.environment, Brief.of(record))
+        new = Summary(path, self._store.root, device.environment, record.problem)
         key = _family(record.problem)
         others = [each for each in self._families.get(key, ()) if each.path != new.path]
         self._families[key] = [*others, new]
 
-    def families(self) -> dict[bytes | None, list[Summary[Brief]]]:
+    def families(self) -> dict[bytes | None, list[Summary[Document]]]:
         """Return the records by family; the store is listed once."""
         families = self._families
         if families is None:
             families = {}
-            for found in self._store.briefs():
-                families.setdefault(_family(found.record.problem), []).append(found)
+            for found in self._store.problems():
+                families.setdefault(_family(found.record), []).append(found)
             self._families = families
         return families
 
@@ -72,7 +72,7 @@ class Neighbours:
         ranked = []
         for found in self.families().get(_family(wanted), ()):
             rank = _rank(found, problem.device)
-            octaves = _octaves(wanted, found.record.problem)
+            octaves = _octaves(wanted, found.record)
             if rank is not None and octaves <= FARTHEST:
                 order = (rank, octaves, str(found.path))
                 ranked.append((order, found))

@@ -36,7 +36,7 @@ def find(store: CacheStore, text: str) -> DeviceFingerprint:
     Raises:
         UsageError: No GPU matches, or more than one.
     """
-    counts = Counter(filter(None, map(_device, store.briefs())))
+    counts = Counter(filter(None, map(_device, store.problems())))
     for name, capability, sms, l2 in _SPECIFIED:
         if not any(device.name == name for device in counts):
             # With the software that is installed here.
