@@ -17,6 +17,11 @@ REMOVAL = "tests/cache/test_cache_removal.py"
 CLI = "tests/core/test_cli.py"
 
 CACHE = [
+    Mutant("cache-problems-unchecked", "tmm_cache/record.py",
+           "    fields.require_sizes(headed.problem)\n", "",
+           "a damaged size ends a first miss", ("tests/cache/test_cache_summaries.py",)),
+    Mutant("cache-problems-held", "tmm_cache/store.py", "replace(each, record=each.record.problem)", "each",
+           "a record that no disk could take has no problem for neighbours", ("tests/cache/test_cache_summaries.py",)),
     Mutant("cache-owner-group", "tmm_cache/ownership.py", "stat.S_IWGRP | stat.S_IWOTH", "stat.S_IWOTH",
            "a member of the group forges records", (OWNERSHIP,)),
     Mutant("cache-owner-file", "tmm_cache/ownership.py",
