@@ -1645,10 +1645,10 @@ def test_a_class_that_allows_no_unusual_layout_has_its_usual_one(place: Any) -> 
     wide = Operand(torch.float32, wide=True)
     data = DataSets(problem(m=6, n=10, k=12, a=wide, out=wide), CPU)
     made = further_inputs.Round(data, further_inputs.Plan("x", random_inputs.Recipe(), place))
-    a = further_inputs._allocate(data, place, {}, "a", wide, (6, 12))
+    a = further_inputs._OwnMemory(data, place)("a", wide, (6, 12))
     assert a.stride() == memory_layout(wide, (6, 12)).strides == (12, 1)
-    assert made._made_out().tensor.stride() == memory_layout(wide, (6, 10)).strides == (12, 1)
-    b = further_inputs._allocate(data, place, {}, "b", F32, (12, 10))
+    assert made.out().tensor.stride() == memory_layout(wide, (6, 10)).strides == (12, 1)
+    b = further_inputs._OwnMemory(data, place)("b", F32, (12, 10))
     assert b.stride() != memory_layout(F32, (12, 10)).strides
 
 
@@ -1663,14 +1663,14 @@ def test_a_class_that_allows_no_unusual_layout_has_its_usual_one(place: Any) -> 
 )  # fmt: skip
 def test_a_bias_that_is_the_first_row_of_another_argument(made: Any, shared: bool) -> None:
     data = DataSets(problem(m=4, n=6, k=6, bias=torch.float32), CPU)
-    bias = further_inputs._plain(data, "plain", dict(made), "bias", F32, (1, 6))
+    bias = further_inputs._OwnMemory(data, "plain", dict(made)).plain("bias", F32, (1, 6))
     assert bias.shape == (1, 6)
     last = list(made.values())[-1]
     assert (bias.data_ptr() == last.data_ptr()) is shared
     if shared:
         assert torch.equal(bias[0], last.flatten(0, -2)[0])
     grouped = DataSets(problem(m=4, n=6, k=6, bias=torch.float32, groups=Groups(2, "m")), CPU)
-    alone = further_inputs._plain(grouped, "plain", dict(made), "bias", F32, (2, 6))
+    alone = further_inputs._OwnMemory(grouped, "plain", dict(made)).plain("bias", F32, (2, 6))
     assert alone.shape == (2, 6)
     assert alone.data_ptr() != last.data_ptr()
 

@@ -3,12 +3,11 @@ interpreted. Verification (:class:`tmm_core.verify.verifier.Verifier`) makes the
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_args
 
 import torch
 
@@ -18,7 +17,7 @@ from tmm_core.formats.grids import ROW
 from tmm_core.spec.device import DeviceFingerprint, fingerprint, interpreting
 from tmm_core.spec.epilogue import EpilogueLike
 from tmm_core.spec.groups import Groups
-from tmm_core.spec.operand import Operand, Scale
+from tmm_core.spec.operand import Layout, Operand, Scale
 from tmm_core.spec.port import Port
 from tmm_core.spec.problem import Problem
 from tmm_core.testing.terms import ABSOLUTE, SQUARE, UNFUSABLE, USERS
@@ -225,7 +224,7 @@ class ProbeProblems(Suite):
         yield replace(base, residual=Operand(fp32))
         yield from self._followed_by_epilogues(base)
 
-    def _followed_by_epilogues(self, base: Problem, **odd: Any) -> Iterator[Problem]:
+    def _followed_by_epilogues(self, base: Problem) -> Iterator[Problem]:
         """All terms of the expression, also with sizes that no block divides."""
         full = replace(base, bias=base.out.dtype, residual=base.out, scaled=True)
         for text in ("silu", "swiglu"):
@@ -452,12 +451,11 @@ def odd_problems(device: DeviceFingerprint) -> Iterator[Problem]:
     for size in (0, 1, 2**31 - 1, 2**31, 2**40):
         for field in ("m", "n", "k", "batch"):
             yield replace(plain, **{field: size})  # type: ignore[arg-type]
-    for layout in ("row", "col", "strided"):
-        for aligned in (True, False):
-            for wide in (True, False):
-                matrix = Operand(torch.float16, layout, aligned, wide)
-                for name in ("a", "b", "out", "residual"):
-                    yield replace(plain, **{name: matrix})  # type: ignore[arg-type]
+    layouts: tuple[Layout, ...] = get_args(Layout)
+    for layout, aligned, wide in itertools.product(layouts, (True, False), (True, False)):
+        matrix = Operand(torch.float16, layout, aligned, wide)
+        for name in ("a", "b", "out", "residual"):
+            yield replace(plain, **{name: matrix})  # type: ignore[arg-type]
     for epilogue in (*BUILTIN.values(), USERS, UNFUSABLE):
         yield replace(plain, epilogue=epilogue, bias=torch.float16, scaled=True)
     of_dtypes = [("", half.dtype, half.dtype)]
@@ -492,6 +490,6 @@ def odd_problems(device: DeviceFingerprint) -> Iterator[Problem]:
         {"type": "mps", "name": "mps"},
         {"type": "meta", "name": "meta"},
     ):
-        elsewhere = dataclasses.replace(gpu, **changes)
+        elsewhere = replace(gpu, **changes)
         yield replace(plain, device=elsewhere)
         yield replace(plain, device=elsewhere, a=Operand(torch.float8_e4m3fn), m=1)

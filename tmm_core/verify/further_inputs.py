@@ -12,7 +12,7 @@ import functools
 import math
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -28,7 +28,6 @@ from tmm_core.verify.guard_bands import (
     GuardedTensor,
     MemoryLayout,
     expanded_layout,
-    in_class,
     in_one_memory,
     memory_layout,
     unusual_layout,
@@ -273,11 +272,13 @@ class Round:
         data, place = self._data, self.plan.place
         made = random_inputs.make(
             data.problem, data.device, seed=self._seed, recipe=self.plan.recipe,
-            allocate=functools.partial(_allocate, data, place, {}),
+            allocate=_OwnMemory(data, place),
         )  # fmt: skip
         if place not in ("apart", "near"):
             return made
-        self._out = self._made_out()
+        spec = data.problem.out
+        placed = unusual_layout(spec, data.problem.out_shape, near=place == "near")
+        self._out = with_guard_bands(placed, data.device, UNWRITTEN, spec)
         names = ("a", "b", "bias", "residual")
         given = {name: t for name in names if (t := getattr(made, name)) is not None}
         if place == "apart":
@@ -312,16 +313,6 @@ class Round:
         if rows is not None:
             rows = replace(rows, out_weights=needs(rows.out_weights, weight=False))
         return replace(inputs, **given, rows=rows)
-
-    def _made_out(self) -> GuardedTensor:
-        problem, device = self._data.problem, self._data.device
-        placed = unusual_layout(problem.out, problem.out_shape, near=self.plan.place == "near")
-        made = with_guard_bands(placed, device, UNWRITTEN)
-        if not in_class(made.tensor, problem.out):
-            made = with_guard_bands(
-                memory_layout(problem.out, problem.out_shape), device, UNWRITTEN
-            )
-        return made
 
     def out(self) -> GuardedTensor | None:
         """The output of a round with unusual strides, filled with small numbers: a launch may not
@@ -473,53 +464,49 @@ def _alias(problem: Problem, place: Place, name: str) -> str | None:
     return None if (place, name) == ("plain", "b") else _aliases(problem).get(name)
 
 
-def _allocate(
-    data: DataSets,
-    place: Place,
-    made: dict[str, torch.Tensor],
-    name: str,
-    spec: Operand,
-    shape: tuple[int, ...],
-) -> torch.Tensor:
-    if place in ("plain", "shared"):
-        made[name] = _plain(data, place, made, name, spec, shape)
-        return made[name]
-    placed: MemoryLayout = memory_layout(spec, shape)
-    if place in ("apart", "near") and name == "bias":
-        placed = vector_layout(spec, shape, _APART if place == "apart" else 1)
-        placed = replace(placed, offset=1)
-    elif place in ("apart", "near") and name in ("a", "b", "residual"):
-        tight = place == "near" and data.problem.groups is None
-        placed = unusual_layout(spec, shape, near=place == "near", overlapping=tight)
-        made[name] = with_guard_bands(placed, data.device, UNREADABLE).tensor
-        if in_class(made[name], spec):
-            return made[name]
-        placed = memory_layout(spec, shape)
-    elif place == "expanded" and name == "bias":
-        placed = vector_layout(spec, shape, 0)
-    elif name in _EXPANDED.get(place, ()):
-        placed = expanded_layout(spec, shape, columns=place == "expanded columns")
-    made[name] = with_guard_bands(placed, data.device, UNREADABLE).tensor
-    return made[name]
+@dataclass(frozen=True)
+class _OwnMemory:
+    """Allocates the tensors of a round that is not in the memory of the last set."""
 
+    data: DataSets
+    place: Place
+    #: The tensors so far, by name.
+    made: dict[str, torch.Tensor] = field(default_factory=dict)
 
-def _plain(
-    data: DataSets,
-    place: Place,
-    made: dict[str, torch.Tensor],
-    name: str,
-    spec: Operand,
-    shape: tuple[int, ...],
-) -> torch.Tensor:
-    """A tensor as torch allocates it, or another argument."""
-    if (other := _alias(data.problem, place, name)) is not None:
-        return made["a"].mT if other == "a.mT" else made[other]
-    if name == "bias" and data.problem.groups is None:
-        for t in made.values():
-            if t.numel() and t.dtype is spec.dtype and t.shape[-1] == shape[1]:
-                return t[..., :1, :].reshape(1, -1) if t.dim() == 2 else t[0, :1]
-    with torch.inference_mode(torch.is_inference_mode_enabled() and name in _ACTIVATIONS):
-        return random_inputs.empty(spec, shape, data.device)
+    def __call__(self, name: str, spec: Operand, shape: tuple[int, ...]) -> torch.Tensor:
+        allocate = self.plain if self.place in ("plain", "shared") else self.guarded
+        self.made[name] = allocate(name, spec, shape)
+        return self.made[name]
+
+    def guarded(self, name: str, spec: Operand, shape: tuple[int, ...]) -> torch.Tensor:
+        """A tensor between guard bands."""
+        place = self.place
+        kept: Operand | None = None
+        placed: MemoryLayout = memory_layout(spec, shape)
+        if place in ("apart", "near") and name == "bias":
+            placed = vector_layout(spec, shape, _APART if place == "apart" else 1)
+            placed = replace(placed, offset=1)
+        elif place in ("apart", "near") and name in ("a", "b", "residual"):
+            near, kept = place == "near", spec
+            tight = near and self.data.problem.groups is None
+            placed = unusual_layout(spec, shape, near=near, overlapping=tight)
+        elif place == "expanded" and name == "bias":
+            placed = vector_layout(spec, shape, 0)
+        elif name in _EXPANDED.get(place, ()):
+            placed = expanded_layout(spec, shape, columns=place == "expanded columns")
+        return with_guard_bands(placed, self.data.device, UNREADABLE, kept).tensor
+
+    def plain(self, name: str, spec: Operand, shape: tuple[int, ...]) -> torch.Tensor:
+        """A tensor as torch allocates it, or another argument."""
+        problem, made = self.data.problem, self.made
+        if (other := _alias(problem, self.place, name)) is not None:
+            return made["a"].mT if other == "a.mT" else made[other]
+        if name == "bias" and problem.groups is None:
+            for t in made.values():
+                if t.numel() and t.dtype is spec.dtype and t.shape[-1] == shape[1]:
+                    return t[..., :1, :].reshape(1, -1) if t.dim() == 2 else t[0, :1]
+        with torch.inference_mode(torch.is_inference_mode_enabled() and name in _ACTIVATIONS):
+            return random_inputs.empty(spec, shape, self.data.device)
 
 
 def _flood(a: torch.Tensor, b: torch.Tensor, seed: int) -> None:

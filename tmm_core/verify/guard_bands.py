@@ -190,13 +190,18 @@ class Checksums:
         return [name for name, is_kept in zip(self.memory, kept, strict=True) if not is_kept]
 
 
-def with_guard_bands(placed: MemoryLayout, device: torch.device, filler: int) -> GuardedTensor:
-    """An uninitialised tensor of this layout between two bands of ``filler``."""
+def with_guard_bands(
+    placed: MemoryLayout, device: torch.device, filler: int, spec: Operand | None = None
+) -> GuardedTensor:
+    """An uninitialised tensor of this layout between two bands of ``filler``; of the usual layout
+    if this one is not of the class ``spec``."""
     inside, band = _extent(placed)
     memory = torch.empty(inside + 2 * band, dtype=torch.uint8, device=device)
     memory.fill_(filler)
     offset = band // placed.dtype.itemsize + placed.offset
     tensor = memory.view(placed.dtype).as_strided(placed.shape, placed.strides, offset)
+    if spec is not None and not in_class(tensor, spec):
+        return with_guard_bands(memory_layout(spec, placed.shape), device, filler)
     return GuardedTensor(tensor, memory.view(torch.int64).view(-1, _LINE // 8), filler)
 
 

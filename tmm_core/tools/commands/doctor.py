@@ -154,11 +154,11 @@ def _plugins(device: torch.device) -> Iterator[Finding]:
     for source, kernels in kernels_of.items():
         yield Finding("plugin", "ok", f"{source}: {', '.join(kernels)}")
     for fault in registry.faults():
+        text = f"{_plugin(fault.source)}: {fault.reason}"
         if fault.intended:
-            yield Finding("plugin", "note", f"{_plugin(fault.source)}: {fault.reason}")
+            yield Finding("plugin", "note", text)
         else:
             advice = f"fix or uninstall it, or set TMM_DISABLE_PLUGINS={fault.source.plugin}"
-            text = f"{_plugin(fault.source)}: {fault.reason}"
             yield Finding("plugin", "problem", text, advice)
 
 
