@@ -41,7 +41,6 @@ from tmm_core.tools.commands import (
     misses,
     new_plugin,
     options,
-    record_check,
     tile_order,
     tune,
     variables,
@@ -957,7 +956,7 @@ def test_a_cache_with_64_mebibytes_left_is_nearly_full(
     dispatcher = SimpleNamespace(default_dispatcher=lambda: SimpleNamespace(store=store))
     monkeypatch.setattr(doctor, "dispatch", dispatcher)
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
-    monkeypatch.setattr(record_check, "current", lambda device: (5, 3))
+    monkeypatch.setattr(verify, "current", lambda device: (5, 3))
     advice = "free some space, or move TMM_CACHE_DIR" if state == "problem" else ""
     assert as_tuples(doctor._cache(CPU)) == [
         ("cache", state, f"{store.root}{text}", advice),
@@ -1017,7 +1016,7 @@ def test_records_of_these_versions_answer_and_the_nearest_of_each_problem(tmp_pa
     saved(store, H200, 1)
     saved(store, replace(H200, torch="1"), 2)
     saved(below, H200, 1, 4)
-    found = record_check.answering(store, H200)
+    found = verify.answering(store, H200)
     assert sorted((each.record.problem["m"], each.root == store.root) for each in found) == [
         (1, True),
         (4, False),
@@ -1030,15 +1029,15 @@ def test_shipped_records_of_changed_kernels_are_not_usable(
     here = fingerprint(CPU)
     saved(CacheStore(tmp_path / "own", []), here, 1, 2, 3)
     unchanged = {1: FakeKernel("k"), 2: None, 3: FakeKernel("k")}
-    monkeypatch.setattr(record_check, "_kernel", lambda record: unchanged[record.problem["m"]])
+    monkeypatch.setattr(verify, "_kernel", lambda record: unchanged[record.problem["m"]])
     for layers, found in (([], (0, 0)), ([tmp_path / "own"], (3, 2)),
                           ([tmp_path / "absent", tmp_path / "own"], (3, 2))):  # fmt: skip
-        monkeypatch.setattr(record_check, "shipped_layers", lambda layers=layers: layers)
-        assert record_check.current(here) == found
+        monkeypatch.setattr(verify, "shipped_layers", lambda layers=layers: layers)
+        assert verify.current(here) == found
 
 
 def test_a_race_of_one_launch_in_twenty_is_met() -> None:
-    missed = 0.95**record_check.REPEATS
+    missed = 0.95**verify.REPEATS
     assert missed == pytest.approx(0.0021, rel=0.02)
 
 
@@ -1092,7 +1091,7 @@ def test_verdicts_are_counted_by_their_words(
          "reason": "why"}
         for state in states
     ]  # fmt: skip
-    monkeypatch.setattr(record_check, "verified", lambda *_: iter(documents))
+    monkeypatch.setattr(verify, "verified", lambda *_: iter(documents))
     assert verify.run(argparse.Namespace(device="cpu", json=False)) == 1
     *faults, summary = capsys.readouterr().out.splitlines()
     assert [line.rpartition("  ")[2] for line in faults] == [
@@ -1434,7 +1433,7 @@ def test_an_interrupted_verification_reports_what_it_has(
         yield {"problem": {}, "kernel": "k", "config": {}, "status": "ok"}
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(record_check, "verified", verified)
+    monkeypatch.setattr(verify, "verified", verified)
     for more, shown in ((["--json"], '"status": "ok"'), ([], ": 1 verified")):
         given = cli._parser().parse_args(["verify", "--device", "cpu", *more])
         assert verify.run(given) == 130
@@ -1685,22 +1684,22 @@ def test_the_verdict_on_a_record(
     stamped: list[Any] = []
     first_use = SimpleNamespace(stamp=lambda *given: stamped.append(given))
     chooser = SimpleNamespace(first_use=first_use)
-    monkeypatch.setattr(record_check, "Verifier", Stub)
+    monkeypatch.setattr(verify, "Verifier", Stub)
     stub = SimpleNamespace(default_dispatcher=lambda: chooser)
-    monkeypatch.setattr(record_check, "dispatch", stub)
+    monkeypatch.setattr(verify, "dispatch", stub)
     compiling: Future[Any] = Future()
     winner = None
     if kernel is not None:
         made = FakeKernel(kernel, traits=Traits(deterministic=False))
         candidate = Candidate(made, FakeConfig())
-        winner = record_check.Winner(problem(), candidate, "launcher")  # type: ignore[arg-type]
+        winner = verify.Winner(problem(), candidate, "launcher")  # type: ignore[arg-type]
     compiling.set_result(winner)
     with settings.override(tune_memory=1 << 20):
-        judged = record_check._judged(compiling, CPU)
+        judged = verify._judged(compiling, CPU)
     named = {} if found["status"] in ("failed", "stale") else {"title": str(problem())}
     assert judged == named | found
     assert bool(stamped) is (found["status"] == "ok")
-    how = {"repeats": record_check.REPEATS, "deterministic": False}
+    how = {"repeats": verify.REPEATS, "deterministic": False}
     blas = kernel == "blas"
     how |= {"baseline": blas, "extent": "brief" if blas else "whole"}
     assert asked == ([] if winner is None else [{"launcher": "launcher", **how}])
@@ -1753,7 +1752,7 @@ def test_a_cache_need_not_be_there_yet(tmp_path: Path, monkeypatch: pytest.Monke
 def test_shipped_records_are_counted(
     shipped: tuple[int, int], more: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(record_check, "current", lambda device: shipped)
+    monkeypatch.setattr(verify, "current", lambda device: shipped)
     found = [each.text for each in doctor._cache(CPU) if " shipped for " in each.text]
     text = f"5 shipped for {fingerprint(CPU).gpu} and these versions{more}"
     assert found == ([] if more is None else [text])

@@ -20,7 +20,7 @@ from tmm_core import dispatch
 from tmm_core.registry.registry import Registry
 from tmm_core.spec.device import version_of
 from tmm_core.tools.cli import main
-from tmm_core.tools.commands import record_check
+from tmm_core.tools.commands import verify
 from tmm_core.verify.environment_faults import BUDGET_ENDED
 
 CPU = torch.device("cpu")
@@ -122,7 +122,7 @@ def test_what_ships_is_chosen_by_and_checked(
     (document,) = json.loads(capsys.readouterr().out)
     assert (document["status"], document["kernel"]) == ("blas", "blas")
     assert document["error"] < 1e-4
-    assert record_check.current(problem.device) == (1, 1)
+    assert verify.current(problem.device) == (1, 1)
 
     # A kernel that is no longer the one that was measured.
     (path,) = package.glob("v2/*/*/*[0-9a-f].json")
@@ -134,7 +134,7 @@ def test_what_ships_is_chosen_by_and_checked(
     assert main(["verify", "--device", "cpu", "--json"]) == 0
     (document,) = json.loads(capsys.readouterr().out)
     assert document["status"] == "stale"
-    assert record_check.current(problem.device) == (1, 0)
+    assert verify.current(problem.device) == (1, 0)
 
 
 @pytest.mark.parametrize(("fault", "status"), [("wrong", "wrong"), ("raises", "failed")])
@@ -150,7 +150,7 @@ def test_a_shipped_winner_that_is_no_good_fails_the_check(
         return out.add_(1)
 
     bad = FakeKernel("bad", spoil=spoil)
-    monkeypatch.setattr(record_check, "_kernel", lambda record: bad)
+    monkeypatch.setattr(verify, "_kernel", lambda record: bad)
     best = record.best
     config = bad.default_config(problem).to_json()
     candidates = list(record.candidates)
@@ -158,7 +158,7 @@ def test_a_shipped_winner_that_is_no_good_fails_the_check(
     worse = revised(record, candidates=tuple(candidates))
     device = problem.device
     entry = CacheStore().summary(device.gpu, device.environment, worse)
-    (document,) = record_check.verified([entry], CPU)
+    (document,) = verify.verified([entry], CPU)
     assert document["status"] == status, document
 
 

@@ -19,7 +19,7 @@ from tmm_core.launch import warm
 from tmm_core.spec.device import fingerprint
 from tmm_core.spec.kernel import Candidate
 from tmm_core.tools.cli import main
-from tmm_core.tools.commands import record_check
+from tmm_core.tools.commands import verify
 
 CPU = ["--device", "cpu"]
 DEVICE = fingerprint(torch.device("cpu"))
@@ -46,7 +46,7 @@ def delayed(out: torch.Tensor) -> torch.Tensor:
 @pytest.fixture
 def fine(monkeypatch: pytest.MonkeyPatch) -> FakeKernel:
     monkeypatch.setenv("TMM_PLUGINS", "blas")
-    monkeypatch.setattr(record_check, "REPEATS", 2)
+    monkeypatch.setattr(verify, "REPEATS", 2)
     # BLAS wins the tunings, under any load of the machine.
     kernel = FakeKernel("test.fine", spoil=delayed)
     register(kernel)

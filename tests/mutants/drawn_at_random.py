@@ -265,7 +265,7 @@ DRAWN = [
            "a choice at its own M races with what its tuning rejected",
            ("tests/core/test_boundaries_bench.py::"
             "test_which_problems_are_searched_and_which_have_rivals",)),
-    Mutant("drawn-baseline-judged", "commands/record_check.py",
+    Mutant("drawn-baseline-judged", "commands/verify.py",
            "baseline=is_baseline,", "baseline=False,",
            "a record that BLAS won is wrong where BLAS is inaccurate",
            ("tests/core/test_boundaries_tools.py::test_the_verdict_on_a_record",)),

@@ -170,7 +170,7 @@ OUTER = [
            "advice if state == \"problem\" else \"\")", "advice if state != \"problem\" else \"\")",
            "advice stands on a note and not on a problem",
            (f"{TOOLS}::test_an_interpreter_on_a_gpu_is_a_problem",)),
-    Mutant("outer-answering", "commands/record_check.py",
+    Mutant("outer-answering", "commands/verify.py",
            "if entry.environment == device.environment:", "if True:",
            "records of other versions are verified as if they answered",
            (f"{TOOLS}::test_records_of_these_versions_answer_and_the_nearest_of_each_problem",)),

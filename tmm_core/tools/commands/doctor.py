@@ -34,7 +34,7 @@ from tmm_core.registry.registry import DISTRIBUTION, Registry
 from tmm_core.spec.device import fingerprint, interpreting, triton_version
 from tmm_core.spec.kernel import Candidate, Kernel
 from tmm_core.spec.problem import Problem
-from tmm_core.tools.commands import doctor_toolchain, record_check, variables
+from tmm_core.tools.commands import doctor_toolchain, variables, verify
 from tmm_core.tools.commands import options as shared
 from tmm_core.tools.commands.doctor_toolchain import Finding
 from tmm_core.tuning.first_launch import FirstLaunches
@@ -230,7 +230,7 @@ def _cache(device: torch.device) -> Iterator[Finding]:
     if other := len(same) - sum(same):
         text += f", {other} more for other versions (used as guesses)"
     yield Finding("records", "ok", text)
-    shipped, usable = record_check.current(gpu)
+    shipped, usable = verify.current(gpu)
     if shipped:
         text = f"{shipped} shipped for {gpu.gpu} and these versions"
         if usable < shipped:
