@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+from tmm_base.guards import suppress
 from tmm_cache import CacheStore, Summary, TuningRecord
 from tmm_cache.keys import Document
 
-from tmm_core.errors import reraise
 from tmm_core.spec.device import DeviceFingerprint
 from tmm_core.spec.problem import Problem
 
@@ -100,11 +100,9 @@ def _family(document: Mapping[str, Any]) -> bytes | None:
     """Return the part of a problem that neighbours share; None, which matches nothing, if it is
     nested too deeply."""
     shared = {key: value for key, value in document.items() if key not in _SIZES}
-    try:
+    with suppress(RecursionError):
         return msgspec.json.encode(shared, enc_hook=dict, order="sorted")  # of any mapping
-    except RecursionError as error:
-        reraise(error)
-        return None
+    return None
 
 
 def _octaves(wanted: Mapping[str, Any], tuned: Mapping[str, Any]) -> float:

@@ -11,7 +11,8 @@ import functools
 import importlib
 from typing import Any
 
-from tmm_core.errors import reraise
+from tmm_base.guards import suppress
+
 from tmm_core.nn.mxfp4_experts import Mxfp4Experts
 
 _QUANTIZER = "transformers.quantizers.quantizer_mxfp4"
@@ -64,8 +65,6 @@ def remove() -> None:
 
 def _quantizer() -> Any:
     """Transformers' quantizer; None in versions without it."""
-    try:
+    with suppress(ImportError):
         return importlib.import_module(_QUANTIZER).Mxfp4HfQuantizer
-    except ImportError as error:
-        reraise(error)
-        return None
+    return None

@@ -22,9 +22,9 @@ from contextlib import contextmanager
 from typing import Any
 from weakref import WeakSet
 
+from tmm_base.guards import suppress
 from torch import nn
 
-from tmm_core.errors import reraise
 from tmm_core.integrations import kernel_layers, mxfp4_loading
 from tmm_core.nn import conv1d, experts
 
@@ -86,11 +86,9 @@ def unregister(*models: nn.Module) -> None:
 def _fp8_experts() -> Any:
     """Transformers' registry of implementations of experts in 8-bit floats; None in
     versions without it."""
-    try:
+    with suppress(ImportError, AttributeError):
         return importlib.import_module(_FP8).ALL_FP8_EXPERTS_FUNCTIONS
-    except (ImportError, AttributeError) as error:
-        reraise(error)
-        return None
+    return None
 
 
 def restore(model: nn.Module) -> None:

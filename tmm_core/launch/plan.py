@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from tmm_base.guards import suppress
 
 from tmm_core import formats
 from tmm_core.compat import autocasts, autocasts_on, tensor_guards
-from tmm_core.errors import reraise
 from tmm_core.launch.check import (
     announce_write,
     check_tensors,
@@ -312,12 +312,10 @@ def _guards(tensors: Sequence[Tensor | None]) -> Callable[..., bool] | None:
     given = [t for t in tensors if t is not None]
     sizes: list[Any] = [list(t.shape) for t in given]
     strides: list[Any] = [list(t.stride()) for t in given]
-    try:
+    with suppress(Exception):  # an internal API of torch.compile, which may change
         guards = tensor_guards()(*given, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
         return guards.check if guards.check(*given) is True else None
-    except Exception as error:  # an internal API of torch.compile, which may change
-        reraise(error)
-        return None
+    return None
 
 
 def _with_extras(

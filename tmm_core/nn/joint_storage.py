@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from tmm_base.guards import suppress
 from torch import nn
 
-from tmm_core.errors import reraise
 from tmm_core.quantized import Quantized
 
 Tensor = torch.Tensor
@@ -34,16 +34,14 @@ def stacked(parts: Sequence[Tensor]) -> Tensor | None:
         same = t.dtype is start.dtype and t.shape[1:] == start.shape[1:]
         if not same or not t.is_contiguous():
             return None
-    try:
+    with suppress(RuntimeError):
         for first, second in itertools.pairwise(parts):
             if second.data_ptr() - first.data_ptr() != first.nbytes:
                 return None
         # Tensors that the allocator happened to place side by side are not one storage: this
         # raises for them, as the line above does for tensors without memory (fake, wrapped).
         return start.as_strided((sum(map(len, parts)), *start.shape[1:]), start.stride())
-    except RuntimeError as error:
-        reraise(error)
-        return None
+    return None
 
 
 def stack(parts: Sequence[Tensor]) -> None:

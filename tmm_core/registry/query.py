@@ -23,7 +23,7 @@ from types import CodeType
 from typing import Any, TypeVar
 
 import torch
-from tmm_base.guards import chain, traceback_of, unwrapped
+from tmm_base.guards import chain, suppress, traceback_of, unwrapped
 from tmm_cache.cache_errors import RecordError
 from tmm_cache.fields import (
     A_NAME,
@@ -448,8 +448,6 @@ def _code(kind: type, method: str) -> CodeType | None:
 
 
 def _class_place(kind: type) -> str:
-    try:
+    with suppress(OSError, TypeError):
         return f"{inspect.getfile(kind)}:{inspect.getsourcelines(kind)[1]}"
-    except (OSError, TypeError) as error:
-        reraise(error)
-        return ""
+    return ""
