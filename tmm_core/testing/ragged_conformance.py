@@ -20,7 +20,7 @@ from tmm_core.spec.device import fingerprint
 from tmm_core.spec.groups import Groups, Ragged
 from tmm_core.spec.operand import Operand
 from tmm_core.spec.problem import Problem
-from tmm_core.testing.probe_problems import ProbeProblems, scales_of, usual_scale, whole_k
+from tmm_core.testing.probe_problems import ProbeProblems, scales_of, stored, whole_k
 
 #: Default number of groups of a problem; one in five is empty.
 GROUPS = 6
@@ -45,18 +45,16 @@ class RaggedProblems(ProbeProblems):
     def _stored(self, form: Format) -> Iterator[Problem]:
         """Operands of a format along each dimension, with scales of every kind, and all terms of
         the expression."""
-        name = "" if form.implied else form.name
-        row, first = usual_scale(form), scales_of(form)[0]
-        b = Operand(form.storage[0], "col", format=name, scale=row)
-        out = Operand(form.result)
-        a = replace(b, layout="row") if form.implied else out
+        out, first = Operand(form.result), scales_of(form)[0]
+        base = stored(replace(self._ragged("m"), a=out, out=out), form)
+        a, b = base.a, base.b
         for along in ("m", "n", "k"):
             if along == "k" and (b.grid or b.pack != 1):
                 continue  # a group could end inside a stored element or a block
             problem = whole_k(replace(self._ragged(along), a=a, b=b, out=out))
             yield problem
             for scale in scales_of(form) if along != "k" else ():
-                if scale.grid and scale != row and not (along == "n" and scale.block[0] > 1):
+                if scale.grid and scale != b.scale and not (along == "n" and scale.block[0] > 1):
                     yield whole_k(replace(problem, a=out, b=replace(b, scale=scale)))
             if form.implied:
                 wide = replace(a, dtype=form.storage[-1])
@@ -75,11 +73,7 @@ class RaggedProblems(ProbeProblems):
     def ragged_in_use(self) -> Iterator[Problem]:
         """Small problems, each verified in every way of use: one that gathers rows, one with a
         single row, one with a single group, one in order, and one with weights of rows."""
-        operand = Operand(self.dtypes[0])
-        plain = Problem(
-            24, 16, 16, operand, operand, operand,
-            device=fingerprint(self._device()), groups=Groups(GROUPS, "m"),
-        )  # fmt: skip
+        plain = replace(self._ragged("m"), m=24, n=16, k=16)
         gathered = replace(plain, groups=Groups(GROUPS, "m", torch.int64))
         yield gathered
         yield replace(gathered, m=1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -127,11 +127,11 @@ class InputSet:
     inputs: Inputs
     checksums: Checksums
     expected: Expected
-    #: How the values were drawn, and the seed; None: the caller gave the values.
-    recipe: Recipe | None = None
-    seed: int = 0
+    #: How the values were drawn, and the seed.
+    recipe: Recipe
+    seed: int
     #: Copies of group sizes, indices and weights of rows.
-    rows: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    rows: Mapping[str, torch.Tensor]
 
     def error(self, out: torch.Tensor, at_once: int) -> float:
         """The error of a result; see :meth:`Expected.error`."""

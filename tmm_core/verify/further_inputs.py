@@ -251,7 +251,6 @@ class Round:
         data, plan = self._data, self.plan
         of = data.sets()[-1]
         if plan.rolled:
-            assert of.recipe is not None
             made = rewritten(data, of, of.recipe, of.seed)
             made = replace(made, alpha=plan.recipe.alpha if data.problem.scaled else 1.0)
             for t in (made.a, made.b, made.bias, made.residual):
@@ -374,10 +373,9 @@ class Round:
 
 
 def plans_of(data: DataSets) -> list[Plan]:
-    """The rounds of the test data. There are none if the caller gave the inputs, and none in other
-    memory if two sets do not fit."""
+    """The rounds of the test data; none in other memory if two sets do not fit."""
     of, problem = data.sets()[-1], data.problem
-    if of.recipe is None or 0 in problem.out_shape:
+    if 0 in problem.out_shape:
         return []
     fits = sum(g.words.nbytes for g in of.checksums.memory.values()) <= data.limit // _SHARE
     return [
@@ -394,7 +392,6 @@ def restoring(data: DataSets) -> Iterator[None]:
         yield
     finally:
         of = data.sets()[-1]
-        assert of.recipe is not None
         if not data.altered:  # else the set is released
             rewritten(data, of, of.recipe, of.seed)
 
@@ -402,7 +399,6 @@ def restoring(data: DataSets) -> Iterator[None]:
 def rewritten(data: DataSets, of: InputSet, recipe: Recipe, seed: int) -> Inputs:
     """Draw other values into the tensors of a set, whose objects and versions stay the same."""
     memory = of.checksums.memory
-    assert of.recipe is not None
     recipe = replace(recipe, reads=of.recipe.reads)  # the number of rows of `a` stays
 
     def allocate(name: str, spec: Operand, shape: tuple[int, ...]) -> torch.Tensor:

@@ -26,9 +26,8 @@ def usage(what: str = "", *kinds: type[Exception]) -> Iterator[None]:
     try:
         yield
     except mistakes as error:
-        advice = "; pip install 'tmm-core[bench]'" if isinstance(error, ImportError) else ""
         text = next(iter(str(error).splitlines()), "")  # torch adds the frames of its C++ code
-        raise UsageError(f"{what}{': ' if what else ''}{text}{advice}") from error
+        raise UsageError(f"{what}{': ' if what else ''}{text}") from error
 
 
 def add_device(parser: argparse.ArgumentParser) -> None:
