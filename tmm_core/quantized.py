@@ -220,12 +220,6 @@ class Quantized(torch.Tensor):
         self.stored, self.scale, self.zero = other.stored, other.scale, other.zero
         self.format, self.block, self.along = other.format, other.block, other.along
 
-    def _show_parts(self) -> None:
-        """Make nodes of the parts in the graph that torch.export traces. Torch does so where they
-        are read, but not inside of ``__torch_function__``."""
-        for name in self.__tensor_flatten__()[0]:
-            torch.ops.export.access_subclass_inner_tensor.default(self, name)
-
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         names = ["stored", "scale"] + ([] if self.zero is None else ["zero"])
         return names, self._how
@@ -416,7 +410,10 @@ def unpacked(call: Any, grouped: bool = False) -> Any:
                 "use requires_grad_(False) or torch.no_grad()"
             )
         if torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling():
-            t._show_parts()
+            # The graph needs nodes of the parts. Torch makes them where parts are read, but not
+            # inside of ``__torch_function__``.
+            for name in t.__tensor_flatten__()[0]:
+                torch.ops.export.access_subclass_inner_tensor.default(t, name)
         parts = {"scale": t.scale, "zero": t.zero}
         for part, value in parts.items():
             role = PART[operand, part]

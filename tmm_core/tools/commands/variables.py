@@ -19,8 +19,6 @@ from tmm_core.settings import POINTWISE, VARIABLES, Settings, flag, names
 #: Variables with names of plugins.
 OF_PLUGINS = ("TMM_DISABLE_PLUGINS", "TMM_PLUGINS")
 
-_YES = ("1", "true", "yes", "on")
-
 
 def _folders(text: str) -> None:
     # Whether each can be read or written is a finding about the cache.
@@ -35,7 +33,7 @@ def _digit(text: str) -> None:
 
 
 def _switch(text: str) -> None:
-    if text.lower() not in {*_YES, *NO}:
+    if text.lower() not in {"1", "true", "yes", "on", *NO}:
         raise ValueError("is taken for a yes; accepted is '1' or '0'")
 
 
