@@ -75,6 +75,8 @@ def reraise(error: BaseException) -> None:
     - an exception that a signal handler raised, wherever it interrupted the process, also if the
       guarded code raised another one from it;
     - a warning of tmm's own under ``-W error``;
+    - a ``RecursionError`` whose guard is itself below more than half of the frames that Python
+      allows: its caller, not the guarded code, has used them up;
     - a ``BaseException`` that no foreign frame raised, such as one set from another thread;
     - a ``BaseException``, also ``SystemExit``, of a function that belongs to the user's call
       (:func:`of_the_call`).
@@ -147,6 +149,8 @@ def _must_reraise(error: BaseException, frames: Sequence[FrameType]) -> bool:
         return True
     if issubclass(kind, Warning) and any(frame.f_code is _WARNING_CODE for frame in frames):
         return True
+    if issubclass(kind, RecursionError) and _is_deep():
+        return True
     handlers = {id(code) for code in _handlers()} if frames else ()
     if any(id(frame.f_code) in handlers or _is_interruption(frame) for frame in frames):
         return True
@@ -154,6 +158,16 @@ def _must_reraise(error: BaseException, frames: Sequence[FrameType]) -> bool:
         return True
     ordinary = issubclass(kind, Exception | SystemExit | GeneratorExit)
     return not ordinary and not any(map(_is_foreign, frames))
+
+
+def _is_deep() -> bool:
+    """Whether more than half of the frames that Python allows are in use."""
+    frame: FrameType | None = sys._getframe()
+    for _ in range(sys.getrecursionlimit() // 2):
+        if frame is None:
+            return False
+        frame = frame.f_back
+    return frame is not None
 
 
 class suppress:  # noqa: N801  # used like contextlib.suppress

@@ -4,7 +4,9 @@ tunes nothing, and its plan serves no other call."""
 from __future__ import annotations
 
 import importlib.metadata
+import inspect
 import math
+import sys
 import time
 import types
 import weakref
@@ -168,6 +170,53 @@ def test_a_launch_that_recurses_without_end_is_a_fault() -> None:
     ):
         assert torch.allclose(tmm_core.matmul(A, B), A @ B, atol=1e-4)
     assert [name for name, _ in made.quarantined] == ["endless"]
+
+
+class Deep(FakeKernel):
+    """A kernel whose launch takes twenty frames."""
+
+    def bind(self, problem: Any, config: Any) -> Any:
+        right = super().bind(problem, config)
+
+        def launch(*arguments: Any, left: int = 20) -> Any:
+            return launch(*arguments, left=left - 1) if left else right(*arguments)
+
+        return launch
+
+
+@pytest.mark.parametrize("forced", [False, True])
+def test_a_caller_that_recurses_without_end_is_no_fault_of_a_kernel(forced: bool) -> None:
+    made = install(FakeBlas(estimate=10.0), Deep("inner", estimate=1e-9))
+
+    def endless() -> None:
+        tmm_core.matmul(A, B)
+        endless()
+
+    with tmm_core.override(on_cache_miss="heuristic", kernel="inner" if forced else None):
+        assert tmm_core.plan(A, B).kernel == "inner"
+        with pytest.raises(RecursionError):
+            endless()
+        assert not made.quarantined
+        assert torch.allclose(tmm_core.matmul(A, B), A @ B, atol=1e-4)
+        assert tmm_core.plan(A, B).kernel == "inner"
+
+
+def test_a_plugin_that_cannot_load_in_a_deep_stack_loads_later() -> None:
+    class Entry:
+        name, value, dist = "deep", "deep:plugin", None
+
+        def load(self, left: int = 100) -> Any:
+            return self.load(left - 1) if left else plugin(FakeKernel("k"))
+
+    def down(frames: int) -> None:
+        registry.load() if not frames else down(frames - 1)
+
+    registry = Registry(lambda: [Entry()])  # type: ignore[list-item]
+    used = len(inspect.stack(0))
+    with pytest.raises(RecursionError):
+        down(sys.getrecursionlimit() - used - 80)
+    assert not registry.faults()
+    assert [kernel.name for kernel in registry.kernels()] == ["k"]
 
 
 def test_an_epilogue_that_computes_a_product_is_the_callers_code() -> None:
