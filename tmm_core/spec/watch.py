@@ -45,22 +45,18 @@ _running: weakref.WeakValueDictionary[int, _Query] = weakref.WeakValueDictionary
 def watched(what: Callable[[], str], patience: float | None = None) -> Iterator[None]:
     """A context that is reported if it is not left within ``patience`` seconds, by default
     :data:`PATIENCE`."""
+    global _thread
     query = _Query(what, time.monotonic() + (PATIENCE if patience is None else patience))
     try:
         _running[id(query)] = query
-        _start()
+        if enabled and (_thread is None or not _thread.is_alive()):  # also in a forked child
+            thread = threading.Thread(target=_watch, name="tmm-watch", daemon=True)
+            with suppress(RuntimeError):  # no thread can be started: nothing is reported
+                start_thread(thread)
+                _thread = thread
         yield
     finally:
         _running.pop(id(query), None)
-
-
-def _start() -> None:
-    global _thread
-    if enabled and (_thread is None or not _thread.is_alive()):  # also in a forked child
-        thread = threading.Thread(target=_watch, name="tmm-watch", daemon=True)
-        with suppress(RuntimeError):  # no thread can be started: nothing is reported
-            start_thread(thread)
-            _thread = thread
 
 
 def _watch() -> None:

@@ -455,11 +455,6 @@ def _aliases(problem: Problem) -> dict[str, str]:
     return found
 
 
-def _alias(problem: Problem, place: Place, name: str) -> str | None:
-    """The argument that is also this one, in a round of this place."""
-    return None if (place, name) == ("plain", "b") else _aliases(problem).get(name)
-
-
 @dataclass(frozen=True)
 class _OwnMemory:
     """Allocates the tensors of a round that is not in the memory of the last set."""
@@ -495,7 +490,8 @@ class _OwnMemory:
     def plain(self, name: str, spec: Operand, shape: tuple[int, ...]) -> torch.Tensor:
         """A tensor as torch allocates it, or another argument."""
         problem, made = self.data.problem, self.made
-        if (other := _alias(problem, self.place, name)) is not None:
+        other = _aliases(problem).get(name)
+        if other is not None and (self.place, name) != ("plain", "b"):
             return made["a"].mT if other == "a.mT" else made[other]
         if name == "bias" and problem.groups is None:
             for t in made.values():
