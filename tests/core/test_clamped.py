@@ -126,7 +126,7 @@ def test_a_gate_is_proven_once(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = Layer()
     assert activation.gate_epilogue(layer, Layer.gate) == CLAMPED.key
     with monkeypatch.context() as patch:
-        patch.setattr(activation, "_proven_gate", None)
+        patch.setattr(activation, "_looked_at", None)
         assert activation.gate_epilogue(layer, Layer.gate) == CLAMPED.key
     layer.limit = 3.0
     assert activation.gate_epilogue(layer, Layer.gate) == CLAMPED.with_parameters(1.702, 3).key

@@ -19,6 +19,8 @@ from tmm_core.epilogues import GATED_BY
 from tmm_core.interop import fallbacks
 from tmm_core.nn import activation, conv1d, fusion_match
 from tmm_core.nn.activation import Activation
+from tmm_core.nn.classes import replaced
+from tmm_core.nn.reached import Reached
 from tmm_core.nn.trace import NotProvenError, trace
 
 Tensor = torch.Tensor
@@ -87,8 +89,8 @@ def is_ours(module: nn.Module) -> bool:
 
 
 def _is_product(layer: Any, kind: type | None) -> bool:
-    """Whether ``layer`` is of exactly this type and multiplies by a plain weight."""
-    exact: bool = type(layer) is kind
+    """Whether ``layer`` is of exactly this type, unchanged, and multiplies by a plain weight."""
+    exact: bool = type(layer) is kind and not replaced(kind)
     return exact and not fallbacks.foreign(layer.weight)
 
 
@@ -103,7 +105,7 @@ def _does_no_more(layer: Any) -> bool:
 
 #: The forward of each examined class, and the computation that it was proven to do; None: not a
 #: gated MLP.
-_proven: dict[type[nn.Module], tuple[Any, fusion_match.Gating] | None] = {}
+_proven: dict[type[nn.Module], tuple[Any, Reached, fusion_match.Gating] | None] = {}
 
 
 def is_gated_mlp(module: nn.Module) -> bool:
@@ -119,7 +121,7 @@ def is_gated_mlp(module: nn.Module) -> bool:
     return _proven[kind] is not None
 
 
-def _prove(module: nn.Module) -> tuple[Any, fusion_match.Gating] | None:
+def _prove(module: nn.Module) -> tuple[Any, Reached, fusion_match.Gating] | None:
     if len(module._modules) < 3 or any(child._modules for child in module.children()):
         return None
     found = {name: activation.recognise(child) for name, child in module.named_children()}
@@ -131,7 +133,7 @@ def _prove(module: nn.Module) -> tuple[Any, fusion_match.Gating] | None:
     # An attribute that the forward reads may differ from one module of the class to the next.
     if traced.reads or traced.tensors or gating.activation is None:
         return None
-    return type(module).forward, gating
+    return type(module).forward, traced.reached, gating
 
 
 def _gating_activations() -> tuple[Activation, ...]:
@@ -156,9 +158,12 @@ def _gating(mlp: nn.Module) -> tuple[list[Any], str] | None:
     proven = _proven.get(kind)
     if proven is None or kind.forward is not proven[0] or compat.global_hooks():
         return None
-    gating, children = proven[1], mlp._modules
+    _, reached, gating = proven
+    children = mlp._modules
     layers = [children.get(name) for name in gating.names]
     if not (_does_no_more(layers[0]) and _does_no_more(layers[1])):
+        return None
+    if not reached.holds(mlp):
         return None
     act = children.get(str(gating.activation))
     for known in _ACTIVATIONS:

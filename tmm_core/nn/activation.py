@@ -7,6 +7,7 @@ import functools
 import operator
 import types
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +16,8 @@ from tmm_base.guards import suppress
 from torch import fx, nn
 
 from tmm_core.epilogues import EPILOGUES, parse
-from tmm_core.nn.trace import NotProvenError, graph_of, trace
+from tmm_core.nn.reached import CALLS, Reached, calls_of
+from tmm_core.nn.trace import NotProvenError, Reads, trace, trace_method
 
 #: Epilogues that are functions of one number.
 ACTIVATIONS = tuple(name for name, epilogue in EPILOGUES.items() if epilogue.activation)
@@ -36,7 +38,8 @@ class Activation(NamedTuple):
 
     kind: type[nn.Module]
     forward: Any
-    reads: tuple[tuple[str, Any], ...]
+    reads: Reads
+    reached: Reached
     epilogue: str
 
     def is_(self, module: Any) -> bool:
@@ -46,6 +49,7 @@ class Activation(NamedTuple):
             and self.kind.forward is self.forward
             and not interposed(module)
             and unchanged(module, self.reads)
+            and self.reached.holds(module)
         )
 
 
@@ -70,7 +74,7 @@ def _is_its_own(module: nn.Module, forward: Any) -> bool:
     )
 
 
-def unchanged(module: Any, reads: tuple[tuple[str, Any], ...]) -> bool:
+def unchanged(module: Any, reads: Reads) -> bool:
     """Whether the attributes of ``module`` have these values."""
     for name, value in reads:
         found = getattr(module, name, _ABSENT)
@@ -91,15 +95,11 @@ def _parts(function: functools.partial[Any]) -> tuple[Any, ...]:
     return function.func, function.args, function.keywords
 
 
-#: What torch runs around a forward; a class may have its own.
-_CALLS = ("__call__", "_call_impl", "_slow_forward")
-
-
 def recognise(module: nn.Module) -> Activation | None:
     """The epilogue that ``module`` computes; None if none is known, or it is not proven."""
     if [*module.children(), *module.parameters(), *module.buffers()] or interposed(module):
         return None
-    if any(getattr(type(module), name) is not getattr(nn.Module, name) for name in _CALLS):
+    if any(getattr(type(module), name) is not getattr(nn.Module, name) for name in CALLS):
         return None
     candidates: tuple[str, ...] = ACTIVATIONS
     if isinstance(module, nn.LeakyReLU):
@@ -112,7 +112,9 @@ def recognise(module: nn.Module) -> Activation | None:
     name = found.pop() if len(found) == 1 else None
     if name is None:
         return None
-    return Activation(type(module), type(module).forward, traced.reads, name)
+    kind: Any = type(module)
+    reached = replace(traced.reached, names=(*traced.reached.names, *calls_of(kind)))
+    return Activation(kind, kind.forward, traced.reads, reached, name)
 
 
 def is_activation(module: Any) -> bool:
@@ -173,7 +175,7 @@ def named(function: Callable[[torch.Tensor], Any], candidates: Iterable[str]) ->
 
 Gate = Callable[[Any, torch.Tensor], torch.Tensor]
 
-#: The attribute that stores what a layer's gate was found to be, with the numbers it depends on.
+#: The attribute of a layer that stores its :class:`_Gate`.
 _KEPT_GATE = "_tmm_gate"
 _CLAMPS = ("clamp", "clamp_min", "clamp_max")
 
@@ -181,24 +183,43 @@ _CLAMPS = ("clamp", "clamp_min", "clamp_max")
 def gate_epilogue(layer: nn.Module, gate: Gate) -> str | None:
     """The epilogue of ``gate(layer, product)`` with the layer's ``alpha`` and ``limit``; None if it
     is another function, or one that was not looked at before a graph is traced."""
-    numbers: Any = getattr(layer, "alpha", None), getattr(layer, "limit", None)
-    if not all(type(number) in (int, float) for number in numbers):
+    numbers = tuple((name, getattr(layer, name, None)) for name in ("alpha", "limit"))
+    if not all(type(number) in (int, float) for _, number in numbers):
         return None
     kept = layer.__dict__.get(_KEPT_GATE)
-    if (kept is None or kept[0] != numbers) and not torch.compiler.is_compiling():
-        kept = layer.__dict__[_KEPT_GATE] = numbers, _proven_gate(layer, gate, *numbers)
-    return kept[1] if kept is not None and kept[0] == numbers else None
+    if (kept is None or not kept.is_(layer, gate)) and not torch.compiler.is_compiling():
+        kept = layer.__dict__[_KEPT_GATE] = _looked_at(layer, gate, numbers)
+    return kept.epilogue if kept is not None and kept.is_(layer, gate) else None
 
 
-def _proven_gate(layer: nn.Module, gate: Gate, alpha: float, limit: float) -> str | None:
+class _Gate(NamedTuple):
+    """What a layer's gate was found to be, and what that depends on."""
+
+    function: Gate
+    reads: Reads
+    reached: Reached
+    #: None: no known one, with these attributes.
+    epilogue: str | None
+
+    def is_(self, layer: nn.Module, gate: Gate) -> bool:
+        return gate is self.function and unchanged(layer, self.reads) and self.reached.holds(layer)
+
+    def __reduce__(self) -> Any:  # copies look again
+        return types.NoneType, ()
+
+
+def _looked_at(layer: nn.Module, gate: Gate, numbers: Reads) -> _Gate:
+    (_, alpha), (_, limit) = numbers
+    known = gate, numbers, Reached()
     with suppress(Exception):  # third-party code, run on symbols
         epilogue = EPILOGUES["clamped_swiglu"].with_parameters(alpha, limit)
-        graph = graph_of(lambda product: gate(layer, product))
+        graph, reads, reached = trace_method(layer, gate)
+        known = gate, (*numbers, *reads), reached
         if _pairs_columns(graph):
             found, grid = fx.GraphModule({}, graph)(_pairs(limit)), epilogue.apply(_pairs(limit))
             if torch.allclose(found, grid, rtol=TOLERANCE, atol=TOLERANCE):
-                return epilogue.interned()
-    return None
+                return _Gate(*known, epilogue.interned())
+    return _Gate(*known, None)
 
 
 def _pairs_columns(graph: fx.Graph) -> bool:

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 from torch import nn
 
+from tmm_core.launch import warm
 from tmm_core.settings import with_static_weights
 
 _made: dict[Any, type[nn.Module]] = {}
@@ -76,6 +77,19 @@ class ProductLayer(nn.Module):
     computes_product: ClassVar[type]
     #: The text of the layer's own epilogue.
     _text = ""
+    #: The library's class, and its forward as tmm's product replaces it.
+    _library: ClassVar[Any]
+    _theirs: ClassVar[Any]
+
+    @classmethod
+    def replaced(cls) -> bool:
+        """Whether other code has replaced the forward of the library's class since."""
+        return cls._library.forward is not cls._theirs
+
+    def _by_library(self, x: Any) -> Any:
+        """The result of the forward that the library's class has now."""
+        y = self._library.forward(self, x)
+        return warm.epilogue_of(self._text).apply(y) if self._text else y
 
     def _run(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """``function(*arguments)``, under the setting if it is set."""
@@ -86,9 +100,20 @@ class ProductLayer(nn.Module):
     @classmethod
     def swapped(cls, kind: type[nn.Module]) -> Any:
         """The subclass of a library's class ``kind`` with this product."""
-        made = subclass(kind, cls, "", (cls.swapped, kind))
+        facts = {"_library": kind, "_theirs": kind.forward}
+        made = subclass(kind, cls, kind.forward, (cls.swapped, kind), **facts)
         made.computes_product = made
         return made
+
+
+def replaced(kind: Any) -> bool:
+    """Whether the forward of a library's class is not of the class's own file."""
+    return not defined_by(kind.forward, kind)
+
+
+def defined_by(function: Any, kind: Any) -> bool:
+    """Whether a method was written in the file of the class, and not put there by other code."""
+    return getattr(function, "__globals__", None) is vars(sys.modules[kind.__module__])
 
 
 def loaded(module: str, name: str) -> Any:

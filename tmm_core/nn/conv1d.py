@@ -28,6 +28,8 @@ class Conv1DProduct(ProductLayer):
     def forward(self, x: Tensor) -> Any:
         if type(x) is not Tensor and is_leaf(self, x):
             return leaf(self, x)
+        if self.replaced():
+            return self._by_library(x)
         weight: Any = self.weight
         if fallbacks.foreign(weight):
             return super().forward(x)  # Conv1D's

@@ -30,7 +30,7 @@ from tmm_core.nn import (
     stored_weights,
     unreached,
 )
-from tmm_core.nn.classes import own, subclass
+from tmm_core.nn.classes import own, replaced, subclass
 from tmm_core.nn.conversion_report import Change, LeftAlone, NotFused, Report
 from tmm_core.nn.joint_storage import against_one_product
 from tmm_core.nn.linear import Linear
@@ -194,6 +194,8 @@ class _Conversion:
         if kind is not nn.Linear and kind is not theirs:
             reason = f"a subclass of {'Linear' if isinstance(layer, nn.Linear) else 'Conv1D'} "
             reason += "may do more than its base does"
+        elif reason is None and replaced(kind):
+            reason = f"other code replaced the forward of {kind.__name__}"
         if self._leave(layer, reason):
             return None
         return Linear if kind is nn.Linear else conv1d.Conv1DProduct.swapped(kind)
@@ -370,8 +372,15 @@ def _replace_rounded(
 
 def _grouped(kind: Any) -> Any:
     """The class of an expert layer of Transformers with grouped products."""
-    base = experts.TransformersExperts
-    return subclass(kind, base, "", (_grouped, kind))
+    base, theirs = experts.TransformersExperts, kind.forward
+
+    @functools.wraps(theirs)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if kind.forward is not theirs:
+            return kind.forward(self, *args, **kwargs)
+        return experts.forward(self, *args, **kwargs)
+
+    return subclass(kind, base, theirs, (_grouped, kind), forward=forward)
 
 
 def _unfit(layer: nn.Module, *parameters: torch.Tensor | None) -> str | None:

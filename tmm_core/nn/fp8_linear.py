@@ -63,6 +63,6 @@ class FP8Product(ProductLayer):
         return self._run(partial(api.linear, **options), x, weight, own.bias)  # type: ignore[no-any-return]
 
     def forward(self, input: Tensor) -> Any:
-        if autograd_state.recorded(input, self.bias):  # type: ignore[arg-type]
+        if self.replaced() or autograd_state.recorded(input, self.bias):  # type: ignore[arg-type]
             return super().forward(input)  # FP8Linear's
         return self.product(input, "")

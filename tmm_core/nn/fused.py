@@ -18,6 +18,8 @@ from tmm_core.nn import stored_weights
 from tmm_core.nn.activation import Activation, interposed, unchanged
 from tmm_core.nn.classes import own, subclass
 from tmm_core.nn.gated_layers import GatedMLP
+from tmm_core.nn.reached import Reached
+from tmm_core.nn.trace import Reads
 
 Tensor = torch.Tensor
 
@@ -29,7 +31,9 @@ class Assumed(NamedTuple):
     kind: Any
     forward: Any
     #: Attributes that the forward reads, with their values.
-    reads: tuple[tuple[str, Any], ...]
+    reads: Reads
+    #: The code that the forward runs.
+    reached: Reached
     #: Children, and parameters or buffers, that it uses.
     present: tuple[str, ...]
     tensors: tuple[str, ...]
@@ -55,13 +59,13 @@ class Assumed(NamedTuple):
         for name in self.tensors:
             if getattr(module, name, None) is None:
                 return False
-        return not self.reads or unchanged(module, self.reads)
+        return unchanged(module, self.reads) and self.reached.holds(module)
 
 
 def computes_product(layer: Any) -> bool:
     """Whether calling ``layer`` computes one product that takes an epilogue, and nothing else."""
     kind = type(layer)
-    if getattr(kind, "computes_product", None) is not kind or layer._text:
+    if getattr(kind, "computes_product", None) is not kind or layer._text or layer.replaced():
         return False
     # FullyShardedDataParallel and torch.nn.utils.prune make them plain attributes.
     of = layer._parameters

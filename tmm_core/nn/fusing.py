@@ -134,6 +134,5 @@ def _assumed(
 ) -> fused.Assumed:
     kind: Any = type(module)
     used = tuple((name, found) for name, found in known.items() if name in traced.present)
-    return fused.Assumed(
-        kind, kind.forward, traced.reads, traced.present, traced.tensors, layers, used
-    )
+    code = kind.forward, traced.reads, traced.reached
+    return fused.Assumed(kind, *code, traced.present, traced.tensors, layers, used)

@@ -9,9 +9,12 @@ from torch import fx, nn
 
 from tmm_core import api, compat, dispatch
 from tmm_core.interop import fallbacks
-from tmm_core.nn.classes import ProductLayer
+from tmm_core.nn.classes import ProductLayer, replaced
 from tmm_core.settings import with_static_weights
 from tmm_core.spec.epilogue import EpilogueLike
+
+#: Torch's forward; None: other code had replaced it before.
+_TORCHS = None if replaced(nn.Linear) else nn.Linear.forward
 
 
 class Linear(ProductLayer, nn.Linear):
@@ -41,6 +44,7 @@ class Linear(ProductLayer, nn.Linear):
     #: While attention's forward runs: computes this product together with others of the same input
     #: (:mod:`tmm_core.nn.projections`).
     _joint_product: Any = None
+    _library = nn.Linear
 
     def __init__(
         self,
@@ -88,6 +92,8 @@ class Linear(ProductLayer, nn.Linear):
         joint = self._joint_product
         if joint is not None and (y := joint.of(self, input)) is not None:
             return y  # type: ignore[no-any-return]
+        if self.replaced():
+            return self._by_library(input)  # type: ignore[no-any-return]
         weight = self.weight
         if type(weight) is not nn.Parameter and fallbacks.foreign(weight):
             return self._by_type(input, weight, self.bias, self._text)
@@ -102,6 +108,11 @@ class Linear(ProductLayer, nn.Linear):
         if type(weight) is not nn.Parameter and fallbacks.foreign(weight):
             return self._by_type(input, weight, of["bias"], epilogue)
         return self._run(finished_linear, input, weight, of["bias"], epilogue)  # type: ignore[no-any-return]
+
+    @classmethod
+    def replaced(cls) -> bool:
+        # It may have been replaced already when tmm was imported.
+        return nn.Linear.forward is not _TORCHS and replaced(nn.Linear)
 
     def _by_type(self, *call: Any) -> torch.Tensor:
         """The product with a weight of another library's type."""

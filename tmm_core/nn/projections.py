@@ -27,6 +27,7 @@ from tmm_core.interop import autograd_state, flops
 from tmm_core.interop.libraries import define
 from tmm_core.nn.classes import own, subclass
 from tmm_core.nn.linear import Linear
+from tmm_core.nn.reached import Reached, body
 from tmm_core.nn.together import Together, joint_of, only_multiply
 from tmm_core.quantized import Quantized
 from tmm_core.settings import with_static_weights
@@ -56,11 +57,12 @@ class JointProjections(Together):
 def joint(kind: Any, names: tuple[str, ...]) -> Any:
     """The class of attention of ``kind`` with joint projections."""
     proven = kind.forward
+    reached = Reached((body(proven),))
 
     @functools.wraps(proven)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         layers = [self._modules.get(name) for name in names]
-        usual = kind.forward is proven and not compat.global_hooks()
+        usual = kind.forward is proven and reached.holds(self) and not compat.global_hooks()
         if not usual or not all(type(layer) is Linear for layer in layers):
             return kind.forward(self, *args, **kwargs)
         _set_product(layers, JointProduct(layers))

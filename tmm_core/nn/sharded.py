@@ -119,6 +119,8 @@ def _parameters(layer: nn.Module) -> list[Any]:
 def _column_sharded(layer: Any) -> bool:
     if type(layer) is not Linear or layer._text or "forward" in layer.__dict__:
         return False
+    if layer.replaced():
+        return False
     if layer._backward_hooks or layer._backward_pre_hooks:
         return False
     if layer._forward_hooks_with_kwargs or layer._forward_pre_hooks_with_kwargs:

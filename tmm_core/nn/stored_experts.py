@@ -15,7 +15,7 @@ from torch import nn
 
 from tmm_core.epilogues import GATED_BY
 from tmm_core.errors import reraise
-from tmm_core.nn.classes import loaded
+from tmm_core.nn.classes import defined_by, loaded
 from tmm_core.nn.stored_weights import in_fp32
 from tmm_core.quantized import Quantized
 
@@ -81,7 +81,7 @@ def out_of_reach(layer: nn.Module) -> str | None:
 def gate_of(layer: nn.Module, gate: Any, activation: str | None) -> str | None:
     """The gated epilogue of ``FP8Experts``'s own gate; None for another gate, or if it clamps."""
     theirs = loaded("transformers.integrations.finegrained_fp8", "FP8Experts")
-    if theirs is None or gate is not theirs._apply_gate:
+    if theirs is None or gate is not theirs._apply_gate or not defined_by(gate, theirs):
         return None
     clamps = [getattr(layer, name, None) for name in ("swiglu_alpha", "limit")]
     return None if clamps != [None, None] else GATED_BY.get(activation or "")

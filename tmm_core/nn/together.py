@@ -149,6 +149,8 @@ _PLAIN = (nn.Parameter, Tensor, compat.fake_tensor(), Quantized)
 
 def only_multiply(layers: Sequence[Any], x: Tensor) -> bool:
     """Whether one product can replace the calls: the layers would do nothing else."""
+    if Linear.replaced():
+        return False
     for layer in layers:
         if type(layer) is not Linear or layer._text or interposed(layer):
             return False

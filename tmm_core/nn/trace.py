@@ -5,6 +5,8 @@ in evaluation. A symbol cannot show what decided the path that was taken. So the
 forward's code are checked too. Each must be a child or a function that the graph calls, an
 attribute whose value is recorded, or a constant. A forward that reads anything else (a global mode,
 a random number, a type, a child's attributes) stays as it is.
+
+What these names refer to may be replaced later, so it is recorded too (:mod:`tmm_core.nn.reached`).
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import dis
 import functools
 import math
+import sys
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -21,6 +24,7 @@ import torch
 from torch import fx, nn
 
 from tmm_core.errors import error_message, reraise
+from tmm_core.nn.reached import Reached, body, is_torchs
 
 #: Values that cannot change in place; a comparison tells whether the attribute was assigned anew.
 _CONSTANTS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.memory_format)
@@ -37,6 +41,10 @@ class NotProvenError(Exception):
     """Why a forward stays as it is."""
 
 
+#: Attributes of a module with their values.
+Reads = tuple[tuple[str, Any], ...]
+
+
 @dataclass(frozen=True)
 class Trace:
     """The graph of a forward of one tensor, and what the proof assumed."""
@@ -44,10 +52,12 @@ class Trace:
     #: In training, and in evaluation.
     graphs: tuple[fx.Graph, fx.Graph]
     #: Attributes of the module that the forward reads, with their values.
-    reads: tuple[tuple[str, Any], ...]
+    reads: Reads
     #: Children of the module that the forward calls, and parameters and buffers that it reads.
     present: tuple[str, ...]
     tensors: tuple[str, ...]
+    #: The code that the forward runs.
+    reached: Reached
 
 
 def trace(module: nn.Module) -> Trace:
@@ -64,8 +74,9 @@ def trace(module: nn.Module) -> Trace:
     if _code_of(type(module).forward).co_argcount < 2:
         raise NotProvenError("its forward does not take one tensor")
     graphs = _graph(module, training=True), _graph(module, training=False)
-    names = _Names(module, graphs)
-    return Trace(graphs, tuple(names.reads.items()), tuple(names.present), tuple(names.tensors))
+    names = _Names(module, graphs).of_forward()
+    reads = tuple(names.reads.items())
+    return Trace(graphs, reads, tuple(names.present), tuple(names.tensors), names.reached())
 
 
 def reads_as_usual(module: nn.Module) -> bool:
@@ -75,6 +86,18 @@ def reads_as_usual(module: nn.Module) -> bool:
         kind.__getattribute__ is object.__getattribute__
         and kind.__getattr__ is nn.Module.__getattr__
     )
+
+
+def trace_method(module: nn.Module, method: Any) -> tuple[fx.Graph, Reads, Reached]:
+    """The graph of ``method(module, x)`` for a method of one tensor that calls no module, with the
+    attributes of the module that it reads and the code that it runs.
+
+    Raises:
+        NotProvenError: It may do more than its graph shows.
+    """
+    graph = graph_of(lambda x: method(module, x))
+    names = _Names(module, (graph,)).of_method(method)
+    return graph, tuple(names.reads.items()), names.reached()
 
 
 def _code_of(function: Any) -> types.CodeType:
@@ -180,6 +203,11 @@ class _Names:
     def __init__(self, module: nn.Module, graphs: tuple[fx.Graph, ...]) -> None:
         self._module = module
         self._seen: set[types.CodeType] = set()
+        self._functions: dict[Any, None] = {}
+        self._methods: dict[str, Any] = {}
+        self._globals: dict[tuple[str, str], Any] = {}
+        #: Classes whose forward is reached through super(), with that forward.
+        self._inherited: list[tuple[Any, str, Any]] = []
         self.reads: dict[str, Any] = {}
         self.present: dict[str, None] = {}
         self.tensors: dict[str, None] = {}
@@ -193,18 +221,39 @@ class _Names:
                 self._targets.add(node.args[1])
             if node.op == "call_function":
                 self._targets.add(getattr(node.target, "__name__", ""))
-        forwards = [
-            vars(kind)["forward"] for kind in type(module).__mro__ if "forward" in vars(kind)
-        ]
+
+    def of_forward(self) -> _Names:
+        """Resolve the names of the module's forward, and return this object."""
+        kinds = [kind for kind in type(self._module).__mro__ if "forward" in vars(kind)]
         # The last is nn.Module's own; those between are reached through super().
-        self._scan(forwards[0])
-        if "super" in forwards[0].__code__.co_names:
-            for forward in forwards[1:-1]:
-                self._scan(forward)
+        first: Any = vars(kinds[0])["forward"]
+        self._scan(first)
+        if "super" in first.__code__.co_names:
+            for kind in kinds[1:-1]:
+                self._inherited.append((kind, "forward", vars(kind)["forward"]))
+                self._scan(vars(kind)["forward"])
+        return self._checked()
+
+    def of_method(self, method: Any) -> _Names:
+        """Resolve the names of one of the module's methods, and return this object."""
+        self._scan(method)
+        return self._checked()
+
+    def _checked(self) -> _Names:
         if self._compares and self._attribute:
             raise NotProvenError(f"its forward may depend on its input's {self._attribute}")
+        return self
+
+    def reached(self) -> Reached:
+        kind: Any = type(self._module)
+        methods = ((kind, name, method) for name, method in self._methods.items())
+        names = ((sys.modules[of], name, value) for (of, name), value in self._globals.items())
+        functions = map(body, self._functions)
+        return Reached(tuple(functions), tuple(methods), (*names, *self._inherited))
 
     def _scan(self, function: Any) -> None:
+        if not is_torchs(function):
+            self._functions[function] = None
         for code in nested(_code_of(function)):
             if code in self._seen:
                 continue
@@ -218,10 +267,10 @@ class _Names:
                 for step in steps
             )
             for name in code.co_names:
-                self._resolve(name, function.__globals__)
+                self._resolve(name, function)
 
-    def _resolve(self, name: str, scope: dict[str, Any]) -> None:
-        module, kind = self._module, type(self._module)
+    def _resolve(self, name: str, function: Any) -> None:
+        module, kind, scope = self._module, type(self._module), function.__globals__
         if name in ("super", "forward", "training") or name in self.present:
             return
         if module._modules.get(name) is not None:
@@ -239,13 +288,27 @@ class _Names:
                 raise NotProvenError(f"its forward calls nn.Module.{name}")
             if name in vars(module):
                 raise NotProvenError(f"its method {name} was replaced on the instance")
-            self._scan(getattr(kind, name))
+            self._methods[name] = getattr(kind, name)
+            if "super" in self._methods[name].__code__.co_names:
+                raise NotProvenError(f"its method {name} calls a base class's")
+            self._scan(self._methods[name])
         elif hasattr(module, name):
             self.reads[name] = self._constant(name, getattr(module, name))
         elif name not in self._targets and not _is_pure(name, scope, self._targets):
             raise NotProvenError(f"its forward uses {name}, which its trace does not show")
-        elif hasattr(torch.Tensor, name) and not callable(getattr(torch.Tensor, name)):
-            self._attribute = name
+        else:
+            if name in scope:
+                self._global(name, function)
+            if hasattr(torch.Tensor, name) and not callable(getattr(torch.Tensor, name)):
+                self._attribute = name
+
+    def _global(self, name: str, function: Any) -> None:
+        value = function.__globals__[name]
+        if is_torchs(function) or isinstance(value, types.ModuleType):
+            return
+        if vars(sys.modules.get(function.__module__, type)) is not function.__globals__:
+            raise NotProvenError(f"its forward uses {name} of a module that cannot be found")
+        self._globals[function.__module__, name] = value
 
     def _constant(self, name: str, value: Any) -> Any:
         parts: tuple[Any, ...] = (value,)

@@ -1,0 +1,94 @@
+"""The code that a forward runs, which may be replaced after a proof about it.
+
+A class gets another method, a module of Python another function or constant, and an interactive
+session new code for the same function. Torch's own code is not watched.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+#: The functions of a module that torch calls around its forward; a class may have its own.
+CALLS = ("__call__", "_call_impl", "_slow_forward")
+
+
+@dataclass(frozen=True, eq=False)
+class Reached:
+    """The code that a forward reached when it was traced.
+
+    Attributes:
+        functions: Each function with its code and its defaults.
+        methods: The methods that the module calls as its own, with the class and the name.
+        names: Other names of classes and of Python's modules, with their values.
+    """
+
+    functions: tuple[tuple[Any, ...], ...] = ()
+    methods: tuple[tuple[type, str, Any], ...] = ()
+    names: tuple[tuple[Any, str, Any], ...] = ()
+
+    def holds(self, module: nn.Module) -> bool:
+        """Whether ``module`` would run the same code now."""
+        # Torch's compiler cannot read code, and guards the code that it traces.
+        if not torch.compiler.is_compiling():
+            for function, code, defaults, by_name in self.functions:
+                if function.__code__ is not code or function.__defaults__ is not defaults:
+                    return False
+                if function.__kwdefaults__ is not by_name:
+                    return False
+        for kind, name, method in self.methods:
+            if getattr(kind, name, None) is not method or name in module.__dict__:
+                return False
+        for owner, name, value in self.names:
+            found = getattr(owner, name, None)
+            if found is not value and (type(found) is not type(value) or found != value):
+                return False
+        return True
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Reached) and self._parts == other._parts
+
+    def __hash__(self) -> int:
+        return hash(tuple(function for function, *_ in self.functions))
+
+    @property
+    def _parts(self) -> tuple[Any, ...]:
+        return self.functions, self.methods, self.names
+
+    def __reduce__(self) -> Any:
+        # Neither code nor Python's modules can be pickled: the code of the reading process counts.
+        functions = tuple(function for function, *_ in self.functions)
+        named = [(_named(owner), name, value) for owner, name, value in self.names]
+        return _read, (functions, self.methods, named)
+
+
+def _named(owner: Any) -> Any:
+    return owner.__name__ if isinstance(owner, types.ModuleType) else owner
+
+
+def _read(functions: Any, methods: Any, named: Any) -> Reached:
+    names = (
+        (sys.modules.get(owner) if isinstance(owner, str) else owner, name, value)
+        for owner, name, value in named
+    )
+    return Reached(tuple(map(body, functions)), methods, tuple(names))
+
+
+def body(function: Any) -> tuple[Any, ...]:
+    """A function with its present code and defaults."""
+    return function, function.__code__, function.__defaults__, function.__kwdefaults__
+
+
+def is_torchs(thing: Any) -> bool:
+    """Whether a function or a class is torch's own."""
+    return str(thing.__module__).partition(".")[0] == "torch"
+
+
+def calls_of(kind: type[nn.Module]) -> tuple[tuple[Any, str, Any], ...]:
+    """What torch calls around the forward of a class, for :attr:`Reached.names`."""
+    return () if is_torchs(kind) else tuple((kind, name, getattr(kind, name)) for name in CALLS)
