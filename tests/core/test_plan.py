@@ -216,3 +216,37 @@ def test_a_plan_multiplies_what_it_was_made_for_under_autocast(dtype: torch.dtyp
     for each in (found, into):
         assert each.dtype is dtype
         assert each.equal(expected)
+
+
+@pytest.mark.parametrize("name", ["a", "b", "bias", "residual"])
+def test_a_plan_refuses_views_that_negate_what_kernels_read(name: str) -> None:
+    call = EVERYTHING["plain"]
+    plan = tmm_core.plan(**call)
+    negated = {**call, name: torch._neg_view(call[name])}
+    with pytest.raises(ValueError, match=rf"takes {name} as it is in memory.*resolve_neg"):
+        plan(**negated)
+    with pytest.raises(ValueError, match=rf"takes {name} as it is in memory.*resolve_neg"):
+        tmm_core.plan(**negated)
+    resolved = {**call, name: negated[name].resolve_neg()}
+    assert torch.equal(plan(**resolved), plan(**{**call, name: -call[name]}))
+
+
+def test_a_plan_refuses_conjugates() -> None:
+    a, b = torch.randn(M, K, dtype=torch.complex64), torch.randn(K, N, dtype=torch.complex64)
+    plan = tmm_core.plan(a, b)
+    with pytest.raises(ValueError, match=r"takes b as it is in memory.*resolve_conj"):
+        plan(a, b.clone().conj())
+
+
+def test_a_plan_writes_no_out_that_autograd_or_a_view_would_miss() -> None:
+    a, b = tensor(M, K), tensor(K, N)
+    plan = tmm_core.plan(a, b)
+    out = torch.empty(M, N, dtype=BF16)
+    with pytest.raises(ValueError, match="takes out as it is in memory"):
+        plan(a, b, out=torch._neg_view(out))
+    parameter = out.clone().requires_grad_()
+    for learned in (parameter, parameter * 2):
+        with pytest.raises(RuntimeError, match="out requires a gradient"):
+            plan(a, b, out=learned)
+    with torch.no_grad():
+        assert torch.equal(plan(a, b, out=parameter), plan(a, b))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -93,7 +93,9 @@ class Plan(_Callable):
 
     Raises, when called:
         ValueError: Shapes, strides, dtypes, devices or alignment of tensors differ from the plan's;
-            or a bias, residual or scale is missing, or is given although the plan has none.
+            or a bias, residual or scale is missing, or is given although the plan has none. Or a
+            tensor is a negative view.
+        RuntimeError: ``out`` requires a gradient while gradients are recorded.
     """
 
     problem: Problem
@@ -148,6 +150,7 @@ class Plan(_Callable):
         Args:
             read: Replaces quantised operands by their parts, if the plan was made of such operands.
         """
+        self._refuse_lazy(zip(TENSORS, call.tensors, strict=True))
         run = self._written(call)
         object.__setattr__(
             self, "__call__", run if read is None else self._reading(run, call, read)
@@ -243,10 +246,20 @@ class Plan(_Callable):
         """
         named = dict(zip(TENSORS, tensors, strict=True))
         check_tensors("plan", **named)
+        self._refuse_lazy(named.items())
         for name, t in named.items():
             planned, found = self.signatures.get(name), None if t is None else signature(name)(t)
             if planned != found:
                 raise ValueError(self._mismatch(name, FIELDS[ROLE[name].key], planned, found))
+
+    def _refuse_lazy(self, named: Iterable[tuple[str, Tensor | None]]) -> None:
+        """Refuse views that negate or conjugate what is in memory, which kernels read."""
+        for name, t in named:
+            if t is not None and (t.is_neg() or t.is_conj()):
+                raise ValueError(
+                    f"plan for {self.problem} takes {name} as it is in memory, got a negative or "
+                    f"conjugate view: call {name}.resolve_neg() or resolve_conj()"
+                )
 
     def _shape(self, call: Arguments) -> tuple[int, ...]:
         """The shape of the call's result."""
@@ -267,6 +280,9 @@ class Plan(_Callable):
         found = tuple(out.shape), out.is_contiguous(), start & 15, out.dtype, out.device
         if found != expected:
             raise ValueError(self._mismatch("out", _OUT_FIELDS, expected, found))
+        self._refuse_lazy([("out", out)])
+        if out.requires_grad and torch.is_grad_enabled():
+            raise RuntimeError("a plan is not differentiable, but out requires a gradient")
         for t, size in zip(given, packed, strict=True):
             if t.data_ptr() < start + out.nbytes and start < t.data_ptr() + size:
                 refuse_overlap()
