@@ -35,7 +35,7 @@ class Reached:
     def holds(self, module: nn.Module) -> bool:
         """Whether ``module`` would run the same code now."""
         # Torch's compiler cannot read code, and guards the code that it traces.
-        if not torch.compiler.is_compiling():
+        if self.functions and not torch.compiler.is_compiling():
             for function, code, defaults, by_name in self.functions:
                 if function.__code__ is not code or function.__defaults__ is not defaults:
                     return False
