@@ -33,7 +33,9 @@ TIMES = {"inner": 1.0, "blas": 10.0}
 
 @pytest.fixture(autouse=True)
 def tunes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Where kernels are interpreted nothing is tuned."""
+    """Where kernels are interpreted nothing is tuned. Triton's are imported before: they stay as
+    they were first imported, and later tests interpret them."""
+    Registry.from_environment().kernels()
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     monkeypatch.setenv("TMM_PROGRESS", "0")
     fingerprint.cache_clear()
