@@ -31,7 +31,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from contextvars import ContextVar, Token
+from contextvars import ContextVar
 from dataclasses import dataclass
 from numbers import Real
 from types import NoneType
@@ -39,7 +39,7 @@ from typing import Any, Literal, Protocol, TypeAlias, TypeVar, get_args
 
 import torch
 
-from tmm_core.errors import SettingsError, reraise
+from tmm_core.errors import SettingsError
 
 T = TypeVar("T")
 
@@ -216,22 +216,49 @@ def _under(settings: Settings | None, function: Callable[..., T], *arguments: An
         _active.reset(token)
 
 
+class _Block:
+    """A block that puts settings in force. Blocks may end in another order than they began in, as
+    generators do that are used side by side."""
+
+    __slots__ = ("before", "ended", "outer", "settings")
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        #: The settings before the block, and the block around it.
+        self.before, self.outer = _active.get(), _block.get()
+        self.ended = False
+
+
+#: The innermost block of a context that has not ended, or has ended in another context.
+_block: ContextVar[_Block | None] = ContextVar("tmm_block", default=None)
+
+
+def _leave_ended() -> None:
+    """Restore what was in force before the innermost blocks of this context that have ended."""
+    innermost = block = _block.get()
+    if innermost is None or not innermost.ended:
+        return
+    before: Settings | None = None
+    while block is not None and block.ended:
+        before = block.before
+        block = block.outer
+    _block.set(block)
+    if _active.get() is innermost.settings:
+        _active.set(before)
+
+
 def _in_force(settings: Settings) -> Iterator[Settings]:
     """The steps of a context in which ``settings`` are in force."""
-    token = _active.set(settings)
+    block = _Block(settings)
+    _block.set(block)
+    _active.set(settings)
     try:
         yield settings
     finally:
-        try:
-            _active.reset(token)
-        except ValueError as error:
-            reraise(error)
-            # The block ends in another context: another task finishes an asynchronous generator, or
-            # a web framework leaves its dependency in another thread. That context has the block's
-            # settings if it is a copy.
-            if _active.get() is settings:
-                before = token.old_value
-                _active.set(None if before is Token.MISSING else before)
+        # This may be another context: another task finishes an asynchronous generator, or a web
+        # framework leaves its dependency in another thread. If it is a copy, it has the block too.
+        block.ended = True
+        _leave_ended()
 
 
 @contextmanager
@@ -317,6 +344,7 @@ def override(
     Raises:
         SettingsError: An unknown name or a value that is not accepted.
     """
+    _leave_ended()  # a block may have ended in another context
     base = current()
     if kernel is not None:
         changes["kernel"] = kernel

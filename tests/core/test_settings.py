@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import dataclasses
+import itertools
 import math
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import pytest
@@ -225,6 +226,50 @@ def test_a_block_may_end_in_another_context(elsewhere: Any, block: str) -> None:
         found = context.run(elsewhere, lambda: made.__exit__(None, None, None))
         assert found is (outer if elsewhere is Elsewhere.copied else None)
         assert current() is outer
+    assert overridden() is None
+
+
+def block_of(name: str) -> Iterator[None]:
+    with tmm_core.override(disable=[name]):
+        yield
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations("abc")), ids="".join)
+def test_blocks_may_end_in_any_order(order: tuple[str, ...]) -> None:
+    with tmm_core.override(tune_budget=3.0) as outer:
+        blocks = {name: block_of(name) for name in "abc"}
+        for block in blocks.values():
+            next(block)
+        assert current().disable == {"a", "b", "c"}
+        for name in order:
+            # An inner block has the settings that were in force when it began.
+            innermost = max(blocks)
+            assert innermost in current().disable
+            blocks.pop(name).close()  # type: ignore[attr-defined]
+        assert current() is outer
+    assert overridden() is None
+
+
+def test_a_block_that_ends_inside_another_leaves_its_settings() -> None:
+    outer, inner = block_of("a"), block_of("b")
+    next(outer)
+    next(inner)
+    outer.close()  # type: ignore[attr-defined]
+    with nested() as plugins:
+        assert plugins.nested
+        inner.close()  # type: ignore[attr-defined]
+        assert current() is plugins
+    assert overridden() is None
+
+
+def test_a_block_that_ended_elsewhere_does_not_count_in_the_next() -> None:
+    block = block_of("a")
+    next(block)
+    thread = threading.Thread(target=block.close)  # type: ignore[attr-defined]
+    thread.start()
+    thread.join()
+    with tmm_core.override(tune_budget=3.0):
+        assert current().disable == frozenset()
     assert overridden() is None
 
 
