@@ -6,8 +6,8 @@ from mutant import Mutant
 
 LIFETIMES = [
     Mutant("lifetimes-other-context", "tmm_core/settings.py",
-           "while block is not None and block.ended:",
-           "while block is not None:",
+           "if innermost is None or not innermost.ended:",
+           "if innermost is None:",
            "a block that ends in another context ends that context's own block",
            ("tests/core/test_settings.py::test_another_contexts_own_settings_stay",)),
     Mutant("lifetimes-copied-context", "tmm_core/settings.py",
