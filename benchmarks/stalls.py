@@ -6,10 +6,10 @@ foreground has the same winners.
 Weights without records are called one after the other until their tunings end, within two and a
 half minutes. The table shows milliseconds of torch's call, of the first call, and of the largest
 delay of a later call. It also shows seconds until the winner, and the foreground's winner with the
-ratio of both times there. A second table has the slowest steps of the tunings, with the functions
-and lines at which they begin and end. A larger share than the default of ``tune_share``, 0.1, makes
-the run shorter and slices more frequent, not longer. Writes JSON to ``$OUT/stalls.json`` by
-default.
+ratio of both times in a race. A second table has the slowest steps of the tunings, with the
+functions and lines at which they begin and end. A larger share than the default of ``tune_share``,
+0.1, makes the run shorter and slices more frequent, not longer. Writes JSON to
+``$OUT/stalls.json`` by default.
 """
 
 from __future__ import annotations

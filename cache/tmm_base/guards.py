@@ -75,8 +75,8 @@ def reraise(error: BaseException) -> None:
     - an exception that a signal handler raised, wherever it interrupted the process, also if the
       guarded code raised another one from it;
     - a warning of tmm's own under ``-W error``;
-    - a ``RecursionError`` whose guard is itself below more than half of the frames that Python
-      allows: its caller, not the guarded code, has used them up;
+    - a ``RecursionError``, if the guard's callers take more than half of the frames that Python
+      allows: they, not the guarded code, have used them up;
     - a ``BaseException`` that no foreign frame raised, such as one set from another thread;
     - a ``BaseException``, also ``SystemExit``, of a function that belongs to the user's call
       (:func:`of_the_call`).

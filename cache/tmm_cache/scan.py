@@ -15,14 +15,7 @@ from typing import Generic, TypeAlias, TypeVar
 
 from tmm_base.guards import reraise
 
-from tmm_cache.files import (
-    Fault,
-    Report,
-    read_brief,
-    read_environment,
-    read_problem,
-    read_record,
-)
+from tmm_cache.files import Fault, Report, read_brief, read_environment, read_problem, read_record
 from tmm_cache.keys import Document, is_slug
 from tmm_cache.paths import DIGEST, RECORD, VERSION
 from tmm_cache.record import Brief, TuningRecord

@@ -14,6 +14,16 @@ from tmm_cache.fault_warnings import warn_of
 from tmm_cache.scan import briefs
 
 
+def save_one_and_one_with(store: CacheStore, name: str, value: Any) -> None:
+    """Save a record of M = 1, and another one that has this value in a field."""
+    store.save(GPU, ENVIRONMENT, record(problem(m=1)))
+    path = store.save(GPU, ENVIRONMENT, record())
+    assert path is not None
+    document = json.loads(path.read_text())
+    del document["checksum"]
+    path.write_text(json.dumps(document | {name: value}))
+
+
 def test_every_record_is_listed_once_held_ones_first(store: CacheStore, tmp_path: Path) -> None:
     below = CacheStore(tmp_path / "below", [])
     for m in (3, 1, 2):
@@ -78,12 +88,7 @@ def test_a_record_that_is_gone_or_damaged_when_its_turn_comes_is_none(store: Cac
 def test_a_broken_file_is_a_fault_and_the_rest_is_listed(
     store: CacheStore, name: str, value: Any
 ) -> None:
-    store.save(GPU, ENVIRONMENT, record(problem(m=1)))
-    path = store.save(GPU, ENVIRONMENT, record())
-    assert path is not None
-    document = json.loads(path.read_text())
-    del document["checksum"]
-    path.write_text(json.dumps(document | {name: value}))
+    save_one_and_one_with(store, name, value)
     with warned("is not a valid record"):
         assert [summary.record.problem["m"] for summary in store.summaries()] == [1]
 
@@ -94,11 +99,7 @@ def test_a_broken_file_is_a_fault_and_the_rest_is_listed(
      ("candidates", [{"kernel": 1}])],
 )  # fmt: skip
 def test_what_a_list_shows_is_checked(store: CacheStore, name: str, value: Any) -> None:
-    store.save(GPU, ENVIRONMENT, record(problem(m=1)))
-    path = store.save(GPU, ENVIRONMENT, record())
-    assert path is not None
-    document = json.loads(path.read_text())
-    path.write_text(json.dumps(document | {name: value}))
+    save_one_and_one_with(store, name, value)
     with warned("is not a valid record"):
         assert [each.record.problem["m"] for each in briefs(store.root, warn_of)] == [1]
 
@@ -110,11 +111,7 @@ def test_what_a_list_shows_is_checked(store: CacheStore, name: str, value: Any) 
 def test_what_a_search_for_neighbours_reads_is_checked(
     store: CacheStore, name: str, value: Any
 ) -> None:
-    store.save(GPU, ENVIRONMENT, record(problem(m=1)))
-    path = store.save(GPU, ENVIRONMENT, record())
-    assert path is not None
-    document = json.loads(path.read_text())
-    path.write_text(json.dumps(document | {name: value}))
+    save_one_and_one_with(store, name, value)
     with warned("is not a valid record"):
         assert [each.record for each in store.problems()] == [problem(m=1)]
 

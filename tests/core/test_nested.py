@@ -31,11 +31,15 @@ A, B = torch.randn(60, 16), torch.randn(16, 32)
 TIMES = {"inner": 1.0, "blas": 10.0}
 
 
-@pytest.fixture(autouse=True)
-def tunes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Where kernels are interpreted nothing is tuned. Triton's are imported before: they stay as
-    they were first imported, and later tests interpret them."""
+@pytest.fixture(scope="module", autouse=True)
+def imported() -> None:
+    """Kernels stay as they were first imported: later tests interpret them."""
     Registry.from_environment().kernels()
+
+
+@pytest.fixture(autouse=True)
+def tunes(imported: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Where kernels are interpreted nothing is tuned."""
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     monkeypatch.setenv("TMM_PROGRESS", "0")
     fingerprint.cache_clear()

@@ -219,7 +219,7 @@ CONVERTED = [
            "an expert's activation is the one that it once was",
            ("tests/core/test_experts.py::test_an_activation_of_experts_may_change",)),
     Mutant("experts-hooked-activation", "nn/experts.py",
-           "or interposed(module) or compat.global_hooks():", "or interposed(module):",
+           "nn.Module) or compat.global_hooks():", "nn.Module):",
            "a hook for every module is not called for experts' activations",
            ("tests/core/test_experts.py::test_an_activation_of_experts_may_change",)),
     Mutant("experts-own-gate", "nn/experts.py",

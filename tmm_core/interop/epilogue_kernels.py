@@ -61,8 +61,11 @@ def takes(z: torch.Tensor) -> bool:
 
 
 def failed(epilogue: Epilogue, kernels: Pointwise, error: Exception) -> None:
-    """Use torch's operators instead of these kernels from now on; raise an ``error`` that they
-    would not avoid: a lack of memory."""
+    """Use torch's operators instead of these kernels from now on.
+
+    Raises:
+        OutOfMemoryError: ``error`` is one. Torch's operators would not avoid it.
+    """
     if issubclass(type(error), torch.OutOfMemoryError):
         raise error
     warn_of_failure(epilogue, error)

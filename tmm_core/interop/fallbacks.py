@@ -81,7 +81,10 @@ def foreign(*tensors: Any) -> bool:
 
 def by_type(call: Arguments, linear: bool = False) -> Tensor:
     """Compute a product by torch's own function, which a tensor's type overrides, and all that
-    follows the product by torch. ``linear``: ``b`` is a weight ``[N, K]``, for ``F.linear``.
+    follows the product by torch.
+
+    Args:
+        linear: ``b`` is the weight ``[N, K]`` of ``torch.nn.functional.linear``.
 
     Raises:
         UnsupportedProblemError: A kernel is forced.
@@ -175,8 +178,12 @@ def _finished(
     product: Callable[[Tensor | None], Tensor],
     bias: Tensor | None = None,
 ) -> Tensor:
-    """Apply alpha, bias, epilogue, residual and dtype to ``product``, which takes the call's bias
-    if it can add it; ``bias`` is added here."""
+    """Apply alpha, bias, epilogue, residual and dtype to a product.
+
+    Args:
+        product: Computes the product plus the bias that it is given.
+        bias: A bias to add here.
+    """
     plain = not isinstance(call.alpha, Tensor) and call.alpha == 1.0
     if plain:
         z = product(call.bias)
@@ -187,7 +194,8 @@ def _finished(
 
 
 def copied_to(y: Tensor, out: Tensor | None, *inputs: Tensor | None) -> Tensor:
-    """Return the result, copied to ``out`` if there is one; raises if that does not fit."""
+    """Return the result, copied to ``out`` if there is one; raises if ``out`` does not fit or
+    overlaps an input."""
     if out is None:
         return y
     apart = [t for t in inputs if t is not None and strided(t)]

@@ -23,8 +23,12 @@ Tensor = torch.Tensor
 
 
 class Call:
-    """The state besides tensors that the backward of a product needs. ``transposed``: ``b`` is a
-    layer's weight, ``[N, K]``; ``eager``: the forward call needed no dispatcher."""
+    """The state besides tensors that the backward of a product needs.
+
+    Args:
+        transposed: ``b`` is a layer's weight, ``[N, K]``.
+        eager: The forward call needed no dispatcher.
+    """
 
     __slots__ = (
         *("a", "alpha", "b", "bias", "dtype", "eager", "head", "residual", "settings"),

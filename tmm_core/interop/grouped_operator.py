@@ -104,7 +104,8 @@ def _is_eager(call: GroupedArguments) -> bool:
 
 
 def _known(y: Tensor, offs: Tensor, along: str) -> Tensor:
-    """Return a mask of the rows or columns of the result in a group; all are if K is ragged."""
+    """Return a mask of the rows or columns of the result that are in a group. If K is ragged, all
+    are."""
     if along == "k":
         return torch.ones((), dtype=torch.bool, device=y.device)
     dimension = ("m", "n").index(along)

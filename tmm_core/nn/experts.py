@@ -245,12 +245,12 @@ def epilogue_of(layer: Any) -> str:
 def _activation(module: Any) -> str | None:
     """The epilogue that calling an activation computes now. An activation that is not known yet is
     examined outside of graphs only: a graph that is traced before leaves it to torch."""
-    if not isinstance(module, nn.Module) or interposed(module) or compat.global_hooks():
+    if not isinstance(module, nn.Module) or compat.global_hooks():
         return None
     for known in _recognised.get(type(module), ()):
         if known.is_(module):
             return known.epilogue
-    if torch.compiler.is_compiling() or _UNKNOWN in module.__dict__:
+    if torch.compiler.is_compiling() or _UNKNOWN in module.__dict__ or interposed(module):
         return None
     found = recognise(module)
     if found is None:

@@ -78,7 +78,10 @@ def unfit(layer: Any) -> str | None:
 
 def _read(layer: Any) -> tuple[Quantized, Tensor | None]:
     """The weight of a layer, and the order of its K if it differs from the activations' order.
-    ValueError if a tensor has another dtype or shape, or groups differ in size."""
+
+    Raises:
+        ValueError: A tensor has another dtype or shape, or groups differ in size.
+    """
     words = [layer._buffers[name] for name in _WORDS]
     layout = layout_of(own(type(layer)))
     k = layer._buffers["qweight"].shape[0] * (8 if layout == "gptq" else 1)

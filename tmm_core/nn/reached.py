@@ -18,7 +18,7 @@ from torch import nn
 CALLS = ("__call__", "_call_impl", "_slow_forward")
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Reached:
     """The code that a forward reached when it was traced.
 
@@ -50,15 +50,8 @@ class Reached:
                 return False
         return True
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Reached) and self._parts == other._parts
-
-    def __hash__(self) -> int:
+    def __hash__(self) -> int:  # the values of names may have none
         return hash(tuple(function for function, *_ in self.functions))
-
-    @property
-    def _parts(self) -> tuple[Any, ...]:
-        return self.functions, self.methods, self.names
 
     def __reduce__(self) -> Any:
         # Neither code nor Python's modules can be pickled: the code of the reading process counts.

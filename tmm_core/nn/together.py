@@ -10,13 +10,7 @@ from torch import nn
 
 from tmm_core import compat
 from tmm_core.nn.activation import interposed
-from tmm_core.nn.joint_storage import (
-    between_processes,
-    in_own_storage,
-    stack,
-    stacked,
-    whole,
-)
+from tmm_core.nn.joint_storage import between_processes, in_own_storage, stack, stacked, whole
 from tmm_core.nn.linear import Linear
 from tmm_core.quantized import Quantized
 

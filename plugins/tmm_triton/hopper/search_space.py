@@ -207,7 +207,8 @@ def _tiles(problem: Problem) -> tuple[_Tile, ...]:
 
 
 def _splittable(problem: Problem, part: Problem) -> list[_Tile]:
-    """The tiles of ``part`` that leave SMs for at least two parts of each."""
+    """The tiles of ``part`` that leave SMs for at least two parts of each. In batch-invariant
+    mode, whose parts do not depend on SMs, all of them."""
     if not may_split(problem):
         return []
     sms = problem.device.sm_count
