@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from fakes import FakeBlas, FakeKernel, dispatcher, installed
+from fakes import FakeBlas, FakeKernel, dispatcher, installed, tuned_with_steady_times
 from tmm_blas.blas import Blas
 from torch import nn
 
@@ -691,6 +691,24 @@ def test_a_record_decides(sums: Sums) -> None:
         report = tmm_core.enabled_report()
     assert report.operators["mm"].calls == {"sums": 2, "torch": 0}
     assert report.saved_us == pytest.approx(12.0)
+
+
+@pytest.mark.parametrize(("steady_us", "answers"), [(9.9, True), (10.1, False)])
+def test_a_kernel_that_loses_in_steady_state_does_not_answer(
+    sums: Sums, steady_us: float, answers: bool
+) -> None:
+    """A call of tmm uses the winner, which is faster in bursts. ``enable()`` promises more."""
+    dispatch.default_dispatcher.made, _ = dispatcher(
+        FakeBlas(), sums, times={"blas": 10.0, "sums": 9.0}
+    )
+    a, b = torch.randn(64, 32), torch.randn(32, 64)
+    tuned_with_steady_times(tmm_core.problem(a, b), {"blas": 10.0, "sums": steady_us})
+    with enable():
+        a @ b
+        a @ b
+        report = tmm_core.enabled_report()
+    assert report.operators["mm"].calls == ({"sums": 2, "torch": 0} if answers else {"torch": 2})
+    assert tmm_core.explain(a, b).choice.candidate.kernel.name == "sums"
 
 
 @pytest.fixture

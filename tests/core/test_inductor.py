@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from fakes import FakeBlas, FakeKernel, dispatcher, installed
+from fakes import FakeBlas, FakeKernel, dispatcher, installed, tuned_with_steady_times
 from torch import nn
 
 import tmm_core
@@ -406,6 +406,18 @@ def test_records_decide(fast: float, rewritten: bool) -> None:
     with torch.no_grad():
         passed(lambda a, b: F.silu(a @ b), a, b, seen=seen)
     assert seen.epilogues == (["silu"] if rewritten else [])
+
+
+@pytest.mark.parametrize("epilogue", [None, "silu"])
+def test_what_loses_in_steady_state_is_not_rewritten(epilogue: str | None) -> None:
+    a, b = recorded({"blas": 10.0, "fast": 4.0}, epilogue)
+    instance = tmm_core.problem(a, b, epilogue=epilogue)
+    for steady_us, rewritten in ((10.1, False), (9.9, True)):
+        tuned_with_steady_times(instance, {"blas": 10.0, "fast": steady_us})
+        seen = Seen("records")
+        with torch.no_grad():
+            passed(lambda a, b: F.silu(a @ b) if epilogue else a @ b, a, b, seen=seen)
+        assert bool(seen.epilogues) is rewritten
 
 
 # A pass that reads gate and up and writes one half takes 9.3 µs on the CPU as tmm knows it.

@@ -138,7 +138,7 @@ class Deferring(Measuring):
         race is worth its time. Returns False if later calls run the race."""
         problem, key, settings = query.problem, query.key, query.settings
         name = problem.bare(), settings
-        known = choice.origin in ("cache", "tuned") and key.extent != problem.extent
+        known = choice.from_record and key.extent != problem.extent
         if not known or name in self.ended:
             return True
         record = self.record_of(key)

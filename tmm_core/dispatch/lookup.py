@@ -122,7 +122,7 @@ class Lookup:
         if (
             problem.extent == edge.extent
             or problem.batch_invariant
-            or choice.origin not in ("cache", "tuned")
+            or not choice.from_record
             or (found := self.record(problem)) is None
             or found[0] != edge
         ):

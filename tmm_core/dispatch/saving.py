@@ -7,7 +7,12 @@ from tmm_core.launch.plan import Choice
 from tmm_core.spec.kernel import Candidate
 from tmm_core.spec.launcher import BASELINE
 from tmm_core.spec.problem import Problem
-from tmm_core.tuning.ranking import times_around
+from tmm_core.tuning.ranking import (
+    CandidateId,
+    identity,
+    slower_in_steady_state,
+    times_around,
+)
 from tmm_core.tuning.search import estimate_us
 
 
@@ -21,7 +26,7 @@ def saving_us(host: Lookup, problem: Problem, choice: Choice) -> float:
     candidate = choice.candidate
     if candidate.kernel.name == BASELINE:
         return 0.0
-    if choice.origin in ("cache", "tuned"):
+    if choice.from_record:
         blas, own = record_times(host, problem), record_times(host, problem, candidate)
         return 0.0 if blas is None or own is None else max(0.0, blas - own)
     blas = estimate_us(problem, host.registry.kernel(BASELINE))
@@ -43,8 +48,23 @@ def record_times(
         if candidate is None:
             wanted = [us for (kernel, _), us in times.items() if kernel == BASELINE]
         else:
-            name = candidate.kernel.name, tuple(sorted(candidate.config.to_json().items()))
+            name = _identity(candidate)
             wanted = [times[name]] if name in times else []
         if wanted:
             return min(wanted)
     return None
+
+
+def loses_in_steady_state(host: Lookup, problem: Problem, choice: Choice) -> bool:
+    """Whether the record that decided says that the choice takes longer than BLAS in steady state.
+
+    A winner may, by :data:`tmm_core.tuning.ranking.CLOSE`, if it is faster in bursts. The large
+    products of a model follow each other as in steady state.
+    """
+    found = host.record(problem) if choice.from_record else None
+    slower = [] if found is None else slower_in_steady_state(found[1].candidates, by=0.0)
+    return _identity(choice.candidate) in map(identity, slower)
+
+
+def _identity(candidate: Candidate) -> CandidateId:
+    return candidate.kernel.name, tuple(sorted(candidate.config.to_json().items()))

@@ -30,7 +30,7 @@ from tmm_core.launch import grouped_call as launch_grouped
 from tmm_core.launch import warm
 from tmm_core.launch.collector import garbage_kept
 from tmm_core.launch.nesting import launching
-from tmm_core.launch.plan import Choice
+from tmm_core.launch.plan import Choice, Plan
 from tmm_core.spec.arguments import Arguments, GroupedArguments
 from tmm_core.spec.launcher import BASELINE
 from tmm_core.spec.problem import Problem
@@ -204,16 +204,14 @@ class Operator:
             current = settings.changed(current, on_cache_miss=self.on_cache_miss)
         plan = warm.make_plan(call, warm.epilogue_of(""), current, self._pose, waits=False)
         lasting, capturing = plan.choice.lasting, plan.problem.capturing
-        if plan.kernel == BASELINE and (lasting or capturing):
+        saved_us = _saved_us(plan)
+        if saved_us is None and (lasting or capturing):
             return THROUGH if capturing else _keep_for_good(key)
-        if plan.kernel == BASELINE:
+        if saved_us is None:
             return _keep_for_now(key, Answer())
-        from tmm_core.dispatch.saving import saving_us  # with the dispatcher, which a plan needed
-
         launch = plan.launcher if wrap is None else wrap(plan)
         tally = self.tallies.setdefault(plan.kernel, Tally())
         made = plan.kernel, plan.choice, plan.problem
-        saved_us = saving_us(dispatch.default_dispatcher(), plan.problem, plan.choice)
         answer = Answer(*made, launch, plan.problem.bias is not None, saved_us, tally)
         if capturing:  # which restricts the choice
             return answer
@@ -243,6 +241,16 @@ class Operator:
 
 class _LeftError(TmmError):
     """``only`` leaves a problem to torch."""
+
+
+def _saved_us(plan: Plan) -> float | None:
+    """Return the µs that a call of ``plan`` saves; None if BLAS is at least as fast in a model."""
+    if plan.kernel == BASELINE:
+        return None
+    from tmm_core.dispatch import saving  # with the dispatcher, which a plan needed
+
+    of = dispatch.default_dispatcher(), plan.problem, plan.choice
+    return None if saving.loses_in_steady_state(*of) else saving.saving_us(*of)
 
 
 def _keep(key: tuple[Any, ...], answer: Answer) -> Answer:

@@ -234,15 +234,17 @@ def pays(tail: Tail, terms: Any) -> bool:
     """
     problem = problem_of(tail, terms)
     choice = _choice(problem)
-    if choice.candidate.kernel.name == BASELINE or choice.origin not in ("cache", "tuned"):
+    if choice.candidate.kernel.name == BASELINE or not choice.from_record:
+        return False
+    from tmm_core.dispatch import saving
+
+    chooser = dispatch.default_dispatcher()
+    if saving.loses_in_steady_state(chooser, problem, choice):
         return False
     if not tail.epilogue and tail.residual is None:
         return True
-    from tmm_core.dispatch.saving import record_times
-
-    chooser = dispatch.default_dispatcher()
-    whole = record_times(chooser, problem, choice.candidate)
-    alone = record_times(chooser, alone_of(problem))
+    whole = saving.record_times(chooser, problem, choice.candidate)
+    alone = saving.record_times(chooser, alone_of(problem))
     if whole is None or alone is None:
         return True
     size = problem.batch * problem.m * problem.n * problem.out.dtype.itemsize
@@ -260,7 +262,7 @@ def _choice(problem: Problem) -> Choice:
 def _is_decided(product: Node) -> bool:
     """Whether a record or BLAS alone decides a call of the product: no call tunes then."""
     choice = _choice(problem_of(tails.bare(product), terms_of(product)))
-    return choice.origin in ("cache", "tuned", "fallback")
+    return choice.from_record or choice.origin == "fallback"
 
 
 def alone_of(problem: Problem) -> Problem:

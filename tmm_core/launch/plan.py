@@ -60,6 +60,11 @@ class Choice:
     #: Whether later calls may replay the choice. False if it only answers until a record is stored.
     lasting: bool = True
 
+    @property
+    def from_record(self) -> bool:
+        """Whether a record of the problem or of its bucket decided."""
+        return self.origin in ("cache", "tuned")
+
 
 class _Callable:
     """Calls run a function of the instance instead of a method, which saves a frame."""

@@ -59,15 +59,17 @@ def fastest_first(record: TuningRecord, *also: str) -> list[CandidateResult]:
     return sorted(timed, key=rank)
 
 
-def slower_in_steady_state(results: Iterable[CandidateResult]) -> list[CandidateResult]:
-    """Return the results that take longer than BLAS in steady state, by :data:`CLOSE`. In
-    interleaved bursts the GPU clock follows the mean power of all candidates. In steady state it
+def slower_in_steady_state(
+    results: Iterable[CandidateResult], by: float = CLOSE
+) -> list[CandidateResult]:
+    """Return the results that take longer than BLAS in steady state, by this part of BLAS's time.
+    In interleaved bursts the GPU clock follows the mean power of all candidates. In steady state it
     follows the power of one candidate."""
     results = list(results)
     blas = [r.steady_us for r in results if r.kernel == BASELINE and r.steady_us is not None]
     if not blas:
         return []
-    most = min(blas) * (1 + CLOSE)
+    most = min(blas) * (1 + by)
     return [r for r in results if r.steady_us is not None and r.steady_us > most]
 
 
