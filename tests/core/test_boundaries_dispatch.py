@@ -18,7 +18,7 @@ from msgspec.structs import replace as revised
 from test_invariant import Summing, chosen, weight_problem
 from test_invariant import timed as timed_by_m
 from test_tuner import result
-from tmm_cache import CacheStore, RecordError, TuningRecord, digest
+from tmm_cache import CacheStore, TuningRecord, digest
 from tmm_cache.problem_fields import ABSENT
 
 from tmm_core import (
@@ -818,28 +818,6 @@ def test_a_choice_says_where_its_record_is(tmp_path: Path) -> None:
     assert d.chosen_by(candidate, edge, edge).evidence is None
 
 
-@pytest.mark.parametrize("error", [RecordError("x"), TypeError("x"), ValueError("x")])
-def test_a_result_that_no_file_holds_costs_its_kernel(
-    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Every record needs BLAS, so its result must be readable."""
-
-    def read(document: Any) -> Any:
-        if document["kernel"] in bad:
-            raise error
-
-    monkeypatch.setattr(lookup.CandidateResult, "from_json", staticmethod(read))
-    d, _ = dispatcher(FakeBlas(), FakeKernel("fast"), FakeKernel("odd"), root=tmp_path)
-    record = recorded(problem(), *(result(name, 1.0) for name in ("blas", "fast", "odd", "odd")))
-    bad = ["odd"]
-    with pytest.warns(TmmWarning, match="'odd' .* gave a result that no record can hold: .*: x"):
-        assert d.unstorable(record) == {"odd"}
-    assert [k.name for k in d.able(problem(), settings())] == ["blas", "fast"]
-    bad.append("blas")
-    with pytest.raises(type(error)):
-        d.unstorable(record)
-
-
 @pytest.mark.parametrize(
     ("raises", "fault"),
     [
@@ -1629,32 +1607,6 @@ def test_a_tuning_starts_from_the_best_three_of_the_three_nearest(
     tiles = [config["tile"] for _, config in found.candidates]
     assert tiles == [size + us for size in sizes[:3] for us in (1, 2, 3)]
     assert found.close is close
-
-
-def test_kernels_without_a_storable_result_are_left_out_and_the_others_raced_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The times of such kernels may have eliminated others."""
-    d, _ = dispatcher(FakeBlas(), FakeKernel("fast"), FakeKernel("odd"), root=tmp_path)
-    instance = problem()
-    raced: list[list[str]] = []
-
-    def steps(key: Any, able: Any, settings: Any, kept: Any, **options: Any) -> Any:
-        raced.append([kernel.name for kernel in able])
-        assert [kernel.name for kernel in options["new"]] == raced[-1]
-        yield "waits"
-        return recorded(instance, *(result(name, 1.0) for name in raced[-1]))
-
-    monkeypatch.setattr(d.tuner, "steps", steps)
-    monkeypatch.setattr(
-        d, "unstorable", lambda record: {"odd"} & {each.kernel for each in record.candidates}
-    )
-    taken = d._tuning(instance, d.able(instance, settings()), settings())
-    assert list(taken) == [(), "waits", "waits"]
-    assert raced == [["blas", "fast", "odd"], ["blas", "fast"]]
-    stored = d.record_of(instance)
-    assert stored is not None
-    assert [each.kernel for each in stored.candidates] == ["blas", "fast"]
 
 
 @pytest.mark.parametrize(

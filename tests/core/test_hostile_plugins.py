@@ -287,7 +287,6 @@ METHODS |= {
     "a config with many fields": ("configs", gives([Many()])),
     "a config that assumes without end": ("configs", gives([Assuming()])),
     "a config whose hash changes": ("configs", lambda *_: [Restless()]),
-    "a config that changes": ("configs", lambda *_: [Turncoat()]),
     "default_config gives None": ("default_config", gives(None)),
     "default_config gives 2**70": ("default_config", lambda *_: Wide(value=2**70)),
     "bind gives None": ("bind", gives(None)),
@@ -585,6 +584,18 @@ def test_it_costs_itself_and_one_warning(behaviour: str, others_are_believed: No
     after = os.getcwd(), torch.get_default_dtype(), A, torch.is_grad_enabled()
     assert before[:2] == after[:2]
     assert torch.equal(before[2], after[2])
+
+
+def test_a_config_that_changes_costs_one_warning(others_are_believed: None) -> None:
+    """Records have the fields that its candidate had. They are checked where they are read."""
+    install(lambda: plugin(bad_kernel("configs", lambda *_: [Turncoat()])))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert is_right()
+    (message,) = [str(each.message) for each in caught]
+    assert names_it(message)
+    assert tmm_core.plan(A, B).kernel == "blas"
+    assert "set aside" in str(tmm_core.explain(A, B))
 
 
 @pytest.mark.parametrize("method", ["configs", "bind"])

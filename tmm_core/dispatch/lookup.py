@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 import torch
-from tmm_cache import CacheStore, CandidateResult, RecordError, TuningRecord
+from tmm_cache import CacheStore, CandidateResult, TuningRecord
 
 from tmm_core.errors import (
     CacheMissError,
@@ -14,7 +14,6 @@ from tmm_core.errors import (
     PluginError,
     error_text,
     foreign_place,
-    reraise,
     warn,
     warn_of_plugin,
 )
@@ -206,24 +205,6 @@ class Lookup:
         path = self.store.found(key.device.gpu, key.device.environment, key.to_json())
         other = key if key.extent != problem.extent else None
         return Choice(candidate, origin, str(path or "not stored"), other, arithmetic)
-
-    def unstorable(self, record: TuningRecord) -> set[str]:
-        """Set aside kernels whose results in ``record`` no file can hold, and return their names:
-        the other kernels' times can then be stored."""
-        bad: dict[str, BaseException] = {}
-        for result in record.candidates:
-            try:
-                CandidateResult.from_json(result.to_json())
-            except (RecordError, TypeError, ValueError) as error:
-                reraise(error)
-                if result.kernel == BASELINE:
-                    raise
-                bad.setdefault(result.kernel, error)
-        for name, reason in bad.items():
-            kernel = self.registry.kernel(name)
-            if isinstance(kernel, CheckedKernel):
-                kernel.set_aside(f"gave a result that no record can hold: {error_text(reason)}")
-        return set(bad)
 
     def require_record(self, problem: Problem, key: Problem, settings: Settings) -> None:
         """Refuse a problem without a record, if the store is locked or the settings require one.

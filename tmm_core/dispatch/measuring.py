@@ -160,18 +160,10 @@ class Measuring(Lookup):
         kept = None if force else self.record_of(key)
         hints = self.hints(key) if kept is None else NO_HINTS
         yield ()
-
-        def tuned() -> Steps[TuningRecord]:
-            new = self.missing(key, able, kept, resume)
-            return self.tuner.steps(
-                key, able, settings, kept, hints=hints, new=new, findings=findings, spent=spent
-            )
-
-        record = yield from tuned()
-        while record is not kept and (bad := self.unstorable(record)):
-            # Other kernels may have been eliminated by the times of these.
-            able = [kernel for kernel in able if kernel.name not in bad]
-            record = yield from tuned()
+        new = self.missing(key, able, kept, resume)
+        record = yield from self.tuner.steps(
+            key, able, settings, kept, new=new, hints=hints, findings=findings, spent=spent
+        )
         if record is not kept:
             self._store(key, record)
             if findings.verified:

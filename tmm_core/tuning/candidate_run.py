@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Literal
+from typing import Any, Literal
 
 from tmm_cache import CandidateResult
 
@@ -56,6 +56,11 @@ class CandidateRun:
     workspace: int = 0
     #: Whether it was verified in every way in which it is used.
     verified: bool = False
+    #: The config for records, read once: a plugin's method may return something else later.
+    config: dict[str, Any] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.config = self.candidate.config.to_json()
 
     @property
     def time(self) -> float:
@@ -86,7 +91,6 @@ class CandidateRun:
             explains = issubclass(type(error), _SELF_EXPLAINING) and error_message(error).strip()
             error = explains or error_text(error)
         self.reason = error.strip()[:500]
-        # Readers of a record judge by this text too.
         self.cause = None if status == "wrong" else cause or cause_of_text(self.reason)
         self.status = status
 
@@ -99,11 +103,11 @@ class CandidateRun:
 
     def result(self, problem: Problem) -> CandidateResult:
         """Return the result for the record of ``problem``."""
-        kernel, config = self.candidate.kernel, self.candidate.config
+        kernel = self.candidate.kernel
         return CandidateResult(
             kernel=kernel.name,
             version=kernel.version,
-            config=config.to_json(),
+            config=self.config,
             status=self.status,
             samples_us=tuple(round(s, 3) for s in self.samples),
             inside_us={m: round(us, 3) for m, us in self.inside_us.items()},
