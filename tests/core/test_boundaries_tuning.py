@@ -49,7 +49,6 @@ from tmm_core.tuning import (
     progress,
     ranking,
     timing,
-    untried,
 )
 from tmm_core.tuning.candidate_launchers import CandidateLaunchers
 from tmm_core.tuning.candidate_run import CandidateRun
@@ -63,7 +62,6 @@ from tmm_core.verify.environment_faults import (
     cause_of,
     cause_of_text,
     common,
-    verdicts,
 )
 from tmm_core.verify.ragged_inputs import SIZE_SAMPLES
 
@@ -290,15 +288,6 @@ def test_the_common_part_of_reasons() -> None:
     assert common("X: \"a\" `b` 'c' (/d e) /f:3, 0xff 12") == "X: … … … … …:…, … …"
 
 
-def test_verdicts_are_of_kernels() -> None:
-    kept = [result("a", 1.0), revised(result("b", 1.0), status="wrong"), failed("c", "its own"),
-            failed("d", "the tuning budget ended before it"), failed("e", None)]  # fmt: skip
-    dropped = [failed("f", "CUDA out of memory"), failed("g", "did not compile within 60 s")]
-    assert verdicts([*kept, *dropped]) == kept
-    blas, skipped = result("blas", 1.0), failed("c", "expects to take 3 µs")
-    assert verdicts([failed("a", SAME), failed("b", SAME), blas, skipped]) == [blas, skipped]
-
-
 # -- findings ----------------------------------------------------------------------------
 
 
@@ -435,9 +424,8 @@ def test_a_note_is_of_what_was_tried_last(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_what_a_record_has_no_verdict_on() -> None:
     kernels = [FakeKernel("a"), FakeKernel("b"), FakeKernel("c")]
-    ended = failed("c", untried.BUDGET_ENDED)
     record = TuningRecord(
-        problem().to_json(), 0, (result("blas", 1.0), result("a", 1.0), ended),
+        problem().to_json(), 0, (result("blas", 1.0), result("a", 1.0), failed("c", "its own")),
         "2026-01-01T00:00:00Z", 1.0,
     )  # fmt: skip
 
@@ -446,10 +434,10 @@ def test_what_a_record_has_no_verdict_on() -> None:
 
     assert unmeasured(problem(), kernels, None) == kernels
     assert names() == ["b"]
-    assert names(resume=True) == ["b", "c"]
+    assert names(resume=True) == ["b"]
     assert names(left=({B}, ())) == []
     assert names(left=((), {A})) == ["a", "b"]
-    assert names(left=({B}, ()), resume=True) == ["b", "c"]
+    assert names(left=({B}, ()), resume=True) == ["b"]
     kernels[0].__dict__["version"] = "2"
     assert names() == ["a", "b"]
 
@@ -911,22 +899,6 @@ def test_a_first_launch_that_fails_costs_its_candidate_and_no_time_of_others() -
 
 
 # -- records and the kernels of a call ---------------------------------------------------
-
-
-def test_a_result_that_no_record_can_hold_costs_its_kernel_alone() -> None:
-    r = Registry()
-    plugin_kernels = [FakeKernel("fine"), FakeKernel("odd")]
-    from fakes import plugin
-
-    r.register(plugin(FakeBlas(), *plugin_kernels))
-    lookup = Lookup(r, CacheStore())
-    odd = revised(result("odd", 1.0), error=float("inf"))
-    good = [result("blas", 1.0), result("fine", 1.0)]
-    with pytest.warns(TmmWarning, match=r"kernel 'odd' .*no record can hold"):
-        assert lookup.unstorable(recorded(*good, odd, odd)) == {"odd"}
-    assert lookup.unstorable(recorded(*good)) == set()
-    with pytest.raises(ValueError, match="error"):
-        lookup.unstorable(recorded(revised(good[0], error=float("inf")), good[1]))
 
 
 @pytest.mark.parametrize(
