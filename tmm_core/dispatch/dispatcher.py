@@ -49,9 +49,6 @@ if TYPE_CHECKING:
     from tmm_core.dispatch.invariant import Invariance
     from tmm_core.tuning.tuner import Tuner
 
-#: Seconds to wait for another process that is storing an adopted record.
-ADOPT_PATIENCE = 1.0
-
 #: Seconds between two log lines that another process is tuning.
 LOG_INTERVAL = 60.0
 
@@ -72,8 +69,6 @@ class Dispatcher(Deferring):
         super().__init__(registry, tuner, store)
         #: Choices by the bucket's problem, with the caller's requirements, and by settings.
         self._choices: dict[tuple[Problem, Settings], Choice] = {}
-        #: Kernels that failed outside of tuning because of the environment, and their buckets.
-        self._outside: set[tuple[str, Problem]] = set()
         #: When this process last logged that another one is tuning.
         self._logged = -LOG_INTERVAL
 
@@ -427,9 +422,8 @@ class Dispatcher(Deferring):
         device, mode = problem.device, "batch_invariant" in record.problem
         gpu, environment = device.gpu, device.environment
         with self._lock:
-            with self.store.lock(gpu, environment, record.problem, ADOPT_PATIENCE):
-                if self.store.load(gpu, environment, record.problem) != record:
-                    self.store.save(gpu, environment, record)
+            if self.store.load(gpu, environment, record.problem) != record:
+                self.store.save(gpu, environment, record)
             self.store.hold(gpu, environment, record)
             self.stamp_winner(replace(problem.bare(), batch_invariant=mode), record)
             self._forget()
@@ -448,7 +442,6 @@ class Dispatcher(Deferring):
         self._forget()
         cause = cause_of(fault) if isinstance(fault, BaseException) else None
         if cause is not None:
-            self._outside.add((kernel.name, bucket))
             self.untried.watch()
             left = {(kernel.name, kernel.version): Left(cause, text)}
             warn_of_environment(left, problem, (cause,))
@@ -458,10 +451,9 @@ class Dispatcher(Deferring):
         self.warn_of(kernel, about, fault if isinstance(fault, BaseException) else None)
 
     def _try_again(self) -> None:
-        """Forget choices and plans, since the toolchain changed: every call chooses again."""
-        for each in self._outside:
-            self.quarantined.pop(each, None)
-        self._outside.clear()
+        """Forget choices, plans and kernels' faults, since the toolchain changed: every call
+        chooses again."""
+        self.quarantined.clear()
         if "tuner" in self.__dict__:
             self.tuner.compilers.close()  # its processes use the old toolchain
         self._forget()
