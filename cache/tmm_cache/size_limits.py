@@ -32,10 +32,6 @@ _RECENT_SECONDS: Final = 60.0
 #: A younger temporary file may be a save in progress. A save that takes longer, because its process
 #: was stopped, fails and is repeated.
 STALE_SECONDS: Final = 3600.0
-#: A file used later than this from now was written under a wrong clock.
-_CLOCK_SKEW_SECONDS: Final = 86400.0
-#: Archives and image layers set older mtimes; such a file counts as used when it was created.
-_FIRST_USE: Final = 365 * 86400.0
 
 _SIZE = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,9})?)([kmgt]?)(?:i?b)?", re.ASCII | re.IGNORECASE)
 _SCHEMA, _GPU = re.compile(r"v[0-9]+"), re.compile(SLUG)
@@ -112,10 +108,9 @@ def files(folder: Path, names: re.Pattern[str]) -> list[Path]:
 
 @dataclass(frozen=True, slots=True, order=True)
 class _File:
-    used: float
+    used_ns: int
     path: Path
     size: int
-    changed_ns: int
 
 
 def evict(root: Path, limit: int, keep: Callable[[Path], bool]) -> int:
@@ -123,8 +118,8 @@ def evict(root: Path, limit: int, keep: Callable[[Path], bool]) -> int:
 
     Never raises OSError: files that can't be removed stay.
     """
-    now = time.time()
-    listed = sorted(_evictable(root, now))
+    now_ns = time.time_ns()
+    listed = sorted(_evictable(root))
     total = sum(file.size for file in listed)
     if total <= limit:
         return 0
@@ -133,7 +128,9 @@ def evict(root: Path, limit: int, keep: Callable[[Path], bool]) -> int:
     for file in listed:
         if total <= _ROOM * limit:
             break
-        if now - file.used > _RECENT_SECONDS and not keep(file.path) and _drop(file):
+        # A file used in the future was written under another clock.
+        recent = abs(now_ns - file.used_ns) <= _RECENT_SECONDS * 1e9
+        if not recent and not keep(file.path) and _drop(file):
             total -= file.size
             removed += 1
             touched.add(file.path.parent)
@@ -142,7 +139,7 @@ def evict(root: Path, limit: int, keep: Callable[[Path], bool]) -> int:
     return removed
 
 
-def _evictable(root: Path, now: float) -> Iterator[_File]:
+def _evictable(root: Path) -> Iterator[_File]:
     """Notes, and records of every schema: records of an older tmm may never be read again."""
     found = [
         record
@@ -154,11 +151,8 @@ def _evictable(root: Path, now: float) -> Iterator[_File]:
     for entry in (*found, *_entries(root / NOTES, NOTE_FILE)):
         with suppress(OSError):
             status = entry.stat(follow_symlinks=False)
-            used = status.st_mtime if status.st_mtime >= _FIRST_USE else status.st_ctime
-            if used > now + _CLOCK_SKEW_SECONDS:
-                used = 0.0
             if stat.S_ISREG(status.st_mode):
-                yield _File(used, Path(entry.path), status.st_size, status.st_mtime_ns)
+                yield _File(status.st_mtime_ns, Path(entry.path), status.st_size)
 
 
 def _entries(folder: str | os.PathLike[str], names: re.Pattern[str]) -> Iterator[os.DirEntry[str]]:
@@ -173,7 +167,7 @@ def _entries(folder: str | os.PathLike[str], names: re.Pattern[str]) -> Iterator
 def _drop(file: _File) -> bool:
     """Remove a file and its lock, unless it was used or rewritten since the listing."""
     try:
-        if os.stat(file.path).st_mtime_ns != file.changed_ns:
+        if os.stat(file.path).st_mtime_ns != file.used_ns:
             return False
         remove_with_lock(file.path)
     except OSError as error:

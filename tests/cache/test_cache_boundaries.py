@@ -337,14 +337,6 @@ def test_saves_of_a_tenth_of_the_limit_are_followed_by_a_look(
     assert looks[0] == [True, True, False]
 
 
-def test_a_time_a_day_ahead_is_a_use_and_a_later_one_is_none(store: CacheStore) -> None:
-    path = store.save(GPU, ENVIRONMENT, record())
-    assert path is not None
-    os.utime(path, (1e9, 1e9))
-    for now, used in ((1e9 - 86400, 1e9), (1e9 - 86401, 0.0)):
-        assert [file.used for file in size_limits._evictable(store.root, now)] == [used]
-
-
 # -- locks --------------------------------------------------------------------------------
 
 
