@@ -49,6 +49,7 @@ from tmm_core.tuning import (
     progress,
     ranking,
     timing,
+    untried,
 )
 from tmm_core.tuning.candidate_launchers import CandidateLaunchers
 from tmm_core.tuning.candidate_run import CandidateRun
@@ -62,6 +63,7 @@ from tmm_core.verify.environment_faults import (
     cause_of,
     cause_of_text,
     common,
+    verdicts,
 )
 from tmm_core.verify.ragged_inputs import SIZE_SAMPLES
 
@@ -288,6 +290,15 @@ def test_the_common_part_of_reasons() -> None:
     assert common("X: \"a\" `b` 'c' (/d e) /f:3, 0xff 12") == "X: … … … … …:…, … …"
 
 
+def test_verdicts_are_of_kernels() -> None:
+    kept = [result("a", 1.0), revised(result("b", 1.0), status="wrong"), failed("c", "its own"),
+            failed("d", "the tuning budget ended before it"), failed("e", None)]  # fmt: skip
+    dropped = [failed("f", "CUDA out of memory"), failed("g", "did not compile within 60 s")]
+    assert verdicts([*kept, *dropped]) == kept
+    blas, skipped = result("blas", 1.0), failed("c", "expects to take 3 µs")
+    assert verdicts([failed("a", SAME), failed("b", SAME), blas, skipped]) == [blas, skipped]
+
+
 # -- findings ----------------------------------------------------------------------------
 
 
@@ -424,8 +435,9 @@ def test_a_note_is_of_what_was_tried_last(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_what_a_record_has_no_verdict_on() -> None:
     kernels = [FakeKernel("a"), FakeKernel("b"), FakeKernel("c")]
+    ended = failed("c", untried.BUDGET_ENDED)
     record = TuningRecord(
-        problem().to_json(), 0, (result("blas", 1.0), result("a", 1.0), failed("c", "its own")),
+        problem().to_json(), 0, (result("blas", 1.0), result("a", 1.0), ended),
         "2026-01-01T00:00:00Z", 1.0,
     )  # fmt: skip
 
@@ -434,10 +446,10 @@ def test_what_a_record_has_no_verdict_on() -> None:
 
     assert unmeasured(problem(), kernels, None) == kernels
     assert names() == ["b"]
-    assert names(resume=True) == ["b"]
+    assert names(resume=True) == ["b", "c"]
     assert names(left=({B}, ())) == []
     assert names(left=((), {A})) == ["a", "b"]
-    assert names(left=({B}, ()), resume=True) == ["b"]
+    assert names(left=({B}, ()), resume=True) == ["b", "c"]
     kernels[0].__dict__["version"] = "2"
     assert names() == ["a", "b"]
 

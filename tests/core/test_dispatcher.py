@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from fakes import DEVICE, FakeBlas, FakeKernel, FakeTimer, dispatcher, problem, settings
+from fakes import DEVICE, FakeBlas, FakeKernel, dispatcher, problem, settings
 from msgspec.structs import replace as revised
 from tmm_cache import CacheStore, CacheWarning
 from tmm_cache.cli import main as tmm_cache_main
@@ -23,10 +23,8 @@ from tmm_core import (
     UnknownNameError,
     UnsupportedProblemError,
 )
-from tmm_core.dispatch.dispatcher import Dispatcher
 from tmm_core.dispatch.explanation import explain_problem
 from tmm_core.spec.bucket import bucket_edge
-from tmm_core.tuning.untried import Left
 from tmm_core.verify.environment_faults import BUDGET_ENDED
 
 FAST = {"fast": 10.0, "blas": 20.0}
@@ -138,22 +136,25 @@ def test_candidates_that_a_budget_left_out_are_timed_by_tune_alone(tmp_path: Pat
     kernels = FakeBlas(), FakeKernel("fast", tiles=(1, 2))
     d, _ = dispatcher(*kernels, times=FAST, root=tmp_path)
     whole = d.tune(problem(), settings())
-    blas, fast, _ = whole.candidates
-    ended = {(fast.kernel, fast.version): Left("budget", BUDGET_ENDED)}
+    blas, *others = whole.candidates
+    left_out = [
+        revised(each, status="failed", samples_us=(), inside_us={}, reason=BUDGET_ENDED)
+        for each in others
+    ]
+    store = CacheStore(tmp_path)
 
-    def left(*results: Any) -> tuple[Dispatcher, FakeTimer]:
-        record = revised(whole, winner=0, candidates=results)
-        CacheStore(tmp_path).save(DEVICE.gpu, DEVICE.environment, record)
-        return dispatcher(*kernels, times=FAST, root=tmp_path)
+    def leave(*results: Any) -> None:
+        store.save(DEVICE.gpu, DEVICE.environment, revised(whole, winner=0, candidates=results))
 
-    d.untried.note(problem(), set(ended), ended)
-    d, timer = left(blas)
+    leave(blas, *left_out)
+    d, timer = dispatcher(*kernels, times=FAST, root=tmp_path)
     assert d.choose(problem(), settings()).candidate.kernel.name == "blas"
     assert not timer.measured
     assert d.tune(problem(), settings()).best.kernel == "fast"
     assert timer.measured
     # A measurement of one config of two is enough.
-    d, timer = left(blas, fast)
+    leave(blas, others[0], *left_out[1:])
+    d, timer = dispatcher(*kernels, times=FAST, root=tmp_path)
     d.tune(problem(), settings())
     assert not timer.measured
 

@@ -30,7 +30,7 @@ from fakes import (
     settings,
 )
 from msgspec.structs import replace as revised
-from tmm_cache import CacheStore, CandidateResult, Notes
+from tmm_cache import CacheStore, CandidateResult, Notes, TuningRecord
 
 from tmm_core import Traits, dispatch
 from tmm_core.dispatch.dispatcher import Dispatcher
@@ -48,6 +48,7 @@ from tmm_core.verify.environment_faults import (
     alike,
     cause_of,
     cause_of_text,
+    verdicts,
 )
 
 FAST = {"fast": 10.0, "blas": 20.0}
@@ -447,9 +448,57 @@ def failed(kernel: str, reason: str, **fields: Any) -> CandidateResult:
 
 
 BLAS = CandidateResult("blas", "1", {"tile": 1}, "ok", samples_us=(20.0,) * 3)
+OLD = [
+    [failed(k, f"PluginError: kernel '{k}' of plugin 'triton' (tmm-core 2): bind raised "
+               f"RuntimeError: Cannot find ptxas (/x/{k}.py:{n})")
+     for n, k in enumerate(("fast", "two"))],
+    [failed("fast", "RuntimeError: Cannot find ptxas")],
+    [failed("fast", "torch.OutOfMemoryError: CUDA out of memory"),
+     CandidateResult("two", "1", {"tile": 1}, "slow", samples_us=(50.0,))],
+    [failed("fast", "OddError: of 12 (/a/b.py:3)"), failed("two", "OddError: of 17 (/c/d.py:9)")],
+    [failed("fast", "OddError: it"), failed("two", "OddError: it"),
+     failed("three", "expects to take 67 µs, hopeless beside BLAS")],
+]  # fmt: skip
 
 
-def test_kernels_that_fail_alike_are_several() -> None:
+@pytest.mark.parametrize("results", OLD)
+@pytest.mark.parametrize("works", [True, False])
+@pytest.mark.slow(quick=3)
+def test_old_records_of_a_broken_toolchain_are_tuned_again_once(
+    results: list[CandidateResult], works: bool, tmp_path: Path
+) -> None:
+    record = TuningRecord(
+        problem().to_json(), 0, (BLAS, *results), "2026-01-01T00:00:00+00:00", 1.0
+    )
+    CacheStore(tmp_path).save(DEVICE.gpu, DEVICE.environment, record)
+    kernels = [Broken(name, no_ptxas) for name in ("fast", "two", "three")]
+    for kernel in kernels:
+        kernel.works = works
+    d, timer = process(tmp_path, *kernels)
+    if works:
+        assert chosen(d) == "fast"
+        assert on_record(tmp_path)["fast"] == "ok"
+    else:
+        with pytest.warns(TmmWarning, match="Cannot find ptxas"):
+            assert chosen(d) == "blas"
+        assert "fast" not in on_record(tmp_path)
+    assert timer.measured
+    d, timer = process(tmp_path, *kernels)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert chosen(d) == ("fast" if works else "blas")
+    assert not timer.measured
+
+
+def test_verdicts_on_record_stay() -> None:
+    wrong = revised(failed("fast", "error 0.1 exceeds 2e-05"), status="wrong")
+    assert verdicts([BLAS, wrong]) == [BLAS, wrong]
+    own = [BLAS, failed("fast", "ValueError: no such layout")]
+    assert verdicts(own) == own
+    late = [BLAS, failed("fast", BUDGET_ENDED)]
+    assert verdicts(late) == late  # a call does not wait for it again
+    silent = [BLAS, revised(failed("fast", ""), reason=None)]
+    assert verdicts(silent) == silent
     assert not alike([BLAS])
     assert not alike([BLAS, failed("one", "x")])
     assert not alike([failed("one", "x"), failed("two", "y")])

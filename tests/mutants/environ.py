@@ -84,12 +84,12 @@ ENVIRON = [
         (ENVIRONMENT,),
     ),
     Mutant(
-        "config-read-again",
-        "tuning/candidate_run.py",
-        "config=self.config,",
-        "config=self.candidate.config.to_json(),",
-        "a config whose fields change ends the tuning of all kernels",
-        (f"{HOSTILE}::test_a_config_that_changes_costs_one_warning",),
+        "old-records-believed",
+        "tuning/untried.py",
+        "for result in verdicts(record.candidates):",
+        "for result in record.candidates:",
+        "kernels that once had no compiler are never tried again",
+        (ENVIRONMENT,),
     ),
     Mutant(
         "untried-every-process",

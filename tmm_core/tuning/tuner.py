@@ -41,6 +41,7 @@ from tmm_core.tuning.ranking import decide, identity
 from tmm_core.tuning.search import NO_HINTS, Hints, Search
 from tmm_core.tuning.stages import Tuning
 from tmm_core.tuning.timing import GraphTimer, HostTimer, timer_for
+from tmm_core.verify.environment_faults import verdicts
 from tmm_core.verify.verifier import Verifier
 
 T = TypeVar("T")
@@ -119,7 +120,7 @@ class Tuner:
         if before is not None:
             results += [
                 c
-                for c in before.candidates
+                for c in verdicts(before.candidates)
                 if (c.kernel, c.version) in present and (c.kernel, c.version) not in measured
             ]
         winner = decide(results, before.best if before else None)

@@ -26,7 +26,7 @@ from tmm_core.spec import toolchain
 from tmm_core.spec.device import DeviceFingerprint
 from tmm_core.spec.kernel import Kernel
 from tmm_core.spec.problem import Problem
-from tmm_core.verify.environment_faults import Cause
+from tmm_core.verify.environment_faults import BUDGET_ENDED, Cause, verdicts
 
 #: The number of processes that try a kernel under one toolchain after a passing cause.
 PROCESSES = 3
@@ -173,15 +173,17 @@ def unmeasured(
     config that uses the caller's promises (``Config.assumes``).
 
     Args:
-        resume: Include kernels that the environment or the end of a budget left untried.
+        resume: Include kernels that the environment left untried, and kernels whose candidates the
+            end of the tuning budget left out.
         left: See :meth:`Untried.left`.
     """
     waiting, again = left
     if record is None:
         return list(kernels)
     known: dict[Able, list[CandidateResult]] = {}
-    for result in record.candidates:
-        known.setdefault((result.kernel, result.version), []).append(result)
+    for result in verdicts(record.candidates):
+        if not (resume and result.reason == BUDGET_ENDED):
+            known.setdefault((result.kernel, result.version), []).append(result)
 
     def missing(kernel: Kernel[Any]) -> bool:
         name = kernel.name, kernel.version

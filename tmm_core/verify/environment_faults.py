@@ -5,8 +5,8 @@ refusal, or its own exception. A missing compiler, a full disk or GPU, a killed 
 the end of the budget say nothing about the kernel: the candidate is *untried*.
 
 An exception of the operating system, of a memory allocator, or of the part of Triton that finds and
-runs programs is the environment's fault. Compilers give only a text; there the words of such
-exceptions decide.
+runs programs is the environment's fault. Compilers, and records of older versions, give only a
+text; there the words of such exceptions decide.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import errno
 import re
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import BrokenExecutor
 from typing import Any, Literal, get_args
 
@@ -180,3 +180,15 @@ def common(reason: str) -> str:
     """Return a reason's first line without the parts that differ from kernel to kernel."""
     first = _WHOSE.sub("", reason).strip().partition("\n")[0]
     return _OWN.sub("…", first)
+
+
+def verdicts(results: Sequence[CandidateResult]) -> list[CandidateResult]:
+    """Return the results that are verdicts on their kernels. Older versions also recorded faults
+    of the environment. The end of a budget counts as a verdict: calls do not tune again for it."""
+    if alike(results):
+        return [r for r in results if r.kernel == BASELINE or not _is_tried(r.reason or "")]
+
+    def counts(result: CandidateResult) -> bool:
+        return result.status != "failed" or cause_of_text(result.reason or "") in (None, "budget")
+
+    return list(filter(counts, results))
