@@ -128,7 +128,7 @@ def failures(kernel: Lie) -> list[str]:
 
 
 @pytest.mark.parametrize(("row", "name"), EACH, ids=[f"{row} {name}" for row, name in EACH])
-@pytest.mark.slow(quick=9)
+@pytest.mark.slow(quick=18)
 def test_a_lying_kernel_fails_the_conformance_suite(row: str, name: str) -> None:
     assert failures(ALL[row][name]())
 

@@ -50,7 +50,7 @@ class TestPersistent(KernelConformance):
     kernel = load("triton.persistent")
 
 
-@pytest.mark.slow(quick=10)
+@pytest.mark.slow(quick=20)
 class TestRagged(KernelConformance):
     kernel = load("triton.ragged")
     size = None if torch.cuda.is_available() else (24, 32, 48)  # a program is 2 ms

@@ -62,7 +62,7 @@ KERNELS = [Naive(), SplitK(), Grouped(), FusedEpilogue(), Ragged()]
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
 @pytest.mark.parametrize("of", OPERANDS)
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.slow(quick=16)
+@pytest.mark.slow(quick=32)
 def test_quantised_weights_compile(
     target: str, of: str, kernel: TritonKernel[Any], request: pytest.FixtureRequest
 ) -> None:

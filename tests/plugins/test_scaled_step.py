@@ -71,7 +71,7 @@ def problem_of(of: str, **changes: Any) -> Problem:
 @pytest.mark.skipif(not interpreting() and DEVICE.type == "cpu", reason="needs the interpreter")
 @pytest.mark.parametrize("of", OPERANDS)
 @pytest.mark.parametrize("name", KERNELS)
-@pytest.mark.slow(quick=5)
+@pytest.mark.slow(quick=10)
 def test_products(of: str, name: str) -> None:
     kernel, problem = KERNELS[name], problem_of(of)
     problems = [problem, replace(problem, batch=2)]
