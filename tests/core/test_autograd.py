@@ -946,3 +946,15 @@ def test_a_gated_mlp_runs_the_hooks_of_its_layers(passes: list[str]) -> None:
     mlp(x).sum().backward()
     assert seen == [1]
     assert not passes
+
+
+@pytest.mark.parametrize("epilogue", ["", "silu"])
+def test_saved_tensors_may_be_unpacked_as_views_that_negate(epilogue: str) -> None:
+    """Kernels read memory, in which such a view has the other sign."""
+    a, b = (torch.randn(32, 32, requires_grad=True) for _ in "ab")
+    with tmm_core.override(kernel="triton.naive"):
+        (*expected,) = torch.autograd.grad(tmm_core.matmul(a, b, epilogue=epilogue).sum(), (a, b))
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: -t.detach(), torch._neg_view):
+            y = tmm_core.matmul(a, b, epilogue=epilogue)
+        got = torch.autograd.grad(y.sum(), (a, b))
+    torch.testing.assert_close(got, tuple(expected))

@@ -1218,3 +1218,32 @@ def test_a_review_measures_with_calls_that_are_no_samples(monkeypatch: pytest.Mo
         thread.join(30)
         assert not thread.is_alive()
         assert tmm_core.enabled_report().operators["mm"].host_us is not None
+
+
+@pytest.mark.filterwarnings("ignore:.*:UserWarning")  # torch's, of overridden kernels
+@pytest.mark.parametrize("name", [*SHAPES, "mm.out", "addmm.out", "_scaled_mm"])
+def test_a_kernel_that_another_library_removes_is_not_called(sums: Sums, name: str) -> None:
+    """As a mode does that replaces torch's products for a time."""
+    base, _, overload = name.partition(".")
+    one = torch.ones(())
+    a8, b8 = (torch.ones(16, 16).to(torch.float8_e4m3fn) for _ in "ab")
+    tensors = [torch.ones(shape) for shape in SHAPES.get(base, ())] or [a8, b8.t(), one, one]
+    more: dict[str, Any] = {"out": torch.empty(5, 3)} if overload else {}
+    more |= {"out_dtype": torch.bfloat16} if base == "_scaled_mm" else {}
+    expected = getattr(torch, base)(*tensors, **more).clone()
+    theirs = expected * 0 - 1
+    other = torch.library.Library("aten", "IMPL")
+
+    def their(*_: Any, out: Tensor | None = None, **__: Any) -> Tensor:
+        return theirs if out is None else out.copy_(theirs)
+
+    other.impl(f"aten::{name}", their, "CPU", allow_override=True)
+    with enable(only=lambda problem: False):
+        for _ in range(2):
+            assert (getattr(torch, base)(*tensors, **more) == theirs).all()
+        other._destroy()
+        for _ in range(2):
+            assert (getattr(torch, base)(*tensors, **more) == expected).all()
+        assert name in aten._stack[-1].answered
+        assert aten._stack[-1].answered[name].library is not None
+    assert (getattr(torch, base)(*tensors, **more) == expected).all()

@@ -93,7 +93,9 @@ class Enabled:
                 continue
             operator = self.answered.get(name)
             if operator is None:
-                operator = Operator(name, torchs, self.only, self.on_cache_miss, self._pace)
+                operator = Operator(
+                    name, torchs, self.only, self.on_cache_miss, self._pace, _register_again
+                )
                 self.answered[name] = operator
             elif operator.library is None:  # another block was inside this one
                 operator.torchs = torchs.call_boxed
@@ -223,6 +225,13 @@ def _change(stack: list[Enabled]) -> None:
         stack[-1].install()
         _last = stack[-1]
     warm.drop_plans()
+
+
+def _register_again() -> None:
+    """Replace the kernels that torch's dispatcher has now: another library removed its own, which
+    were there when the entries were registered."""
+    with _lock, _if_interrupted([*_stack]):
+        _change([*_stack])
 
 
 def _answer_anew() -> None:

@@ -119,10 +119,11 @@ class Operator:
         only: Callable[[Problem], bool] | None,
         on_cache_miss: settings.OnCacheMiss,
         pace: Pace,
+        renew: Callable[[], object],
     ) -> None:
         self.name, self.only, self.on_cache_miss = name, only, on_cache_miss
         self.torchs: Callable[..., Any] = torchs.call_boxed
-        self.pace = pace
+        self.pace, self._renew = pace, renew
         self.tallies: dict[str, Tally] = {}
         self.passed, self.slowed, self.saved_us = 0, 0, 0.0
         self.declined, self.left = "", ""
@@ -137,6 +138,14 @@ class Operator:
         if self.library is not None:
             self.library._destroy()
             self.library = None
+
+    def renewed(self, error: RuntimeError) -> bool:
+        """Whether torch's kernel was of a library that has been removed since, as that of a mode
+        which replaces products for a time. :attr:`torchs` is then the one beneath it."""
+        removed = "has been invalidated" in str(error)  # torch's words
+        if removed:
+            self._renew()
+        return removed
 
     def count(self, operand: Tensor) -> None:
         """Count a call that torch's kernel answers."""

@@ -63,8 +63,16 @@ def _maker(others: tuple[str, ...]) -> Callable[..., Any]:
     summed, has_out = "c" in others, "out" in others
     parameters = ["keys", *["c"] * summed, "a", "b", *["*"] * (summed or has_out)]
     parameters += ["beta=1", "alpha=1"] * summed + ["out"] * has_out
-    body = (f"    {line}" for line in _statements(others))
-    lines = [f"def entry({', '.join(parameters)}):", *body, "return entry"]
+    body = (f"        {line}" for line in _statements(others))
+    terms = ["c", "a", "b", "beta=beta", "alpha=alpha"] if summed else ["a", "b"]
+    terms += ["out=out"] * has_out
+    lines = [
+        f"def entry({', '.join(parameters)}):", "    try:", *body,
+        "    except RuntimeError as error:",
+        "        if not op.renewed(error):",
+        "            raise",
+        f"    return op.torchs(keys, {', '.join(terms)})", "return entry",
+    ]  # fmt: skip
     return written("make", "op, torchs, first, pace", lines, dict(_NAMES))  # type: ignore[no-any-return]
 
 
@@ -126,33 +134,38 @@ def with_parts(call_of: Any, launch_of: Any, op: Operator) -> Callable[..., Any]
 
     def entry(keys: Any, *given: Any, **named: Any) -> Any:
         tensors = [t for t in given if isinstance(t, Tensor)]
-        if any(type(t) not in PLAIN for t in tensors) or any(
-            isinstance(t, Tensor) for t in named.values()
-        ):
-            op.count(tensors[0])
+        try:
+            if any(type(t) not in PLAIN for t in tensors) or any(
+                isinstance(t, Tensor) for t in named.values()
+            ):
+                op.count(tensors[0])
+                return torchs(keys, *given, **named)
+            key = (
+                op,
+                *[
+                    (t.shape, t.stride(), t.dtype, t.data_ptr() & 15, t.get_device())
+                    if isinstance(t, Tensor)
+                    else t
+                    for t in given
+                ],
+                tuple(named.items()), overridden(), deterministic(),
+            )  # fmt: skip
+            plan = answers.get(key) or first(key, call_of(*given, **named), launch_of)
+            if plan.launch is not None:
+                try:
+                    y = plan.launch(*given)
+                    plan.count(op.pace, tensors[0])
+                    return y
+                except BaseException as error:
+                    op.failed(key, plan, error)
+                    plan = THROUGH
+            if plan is not INSIDE:
+                op.count(tensors[0])
             return torchs(keys, *given, **named)
-        key = (
-            op,
-            *[
-                (t.shape, t.stride(), t.dtype, t.data_ptr() & 15, t.get_device())
-                if isinstance(t, Tensor)
-                else t
-                for t in given
-            ],
-            tuple(named.items()), overridden(), deterministic(),
-        )  # fmt: skip
-        plan = answers.get(key) or first(key, call_of(*given, **named), launch_of)
-        if plan.launch is not None:
-            try:
-                y = plan.launch(*given)
-                plan.count(op.pace, tensors[0])
-                return y
-            except BaseException as error:
-                op.failed(key, plan, error)
-                plan = THROUGH
-        if plan is not INSIDE:
-            op.count(tensors[0])
-        return torchs(keys, *given, **named)
+        except RuntimeError as error:
+            if not op.renewed(error):
+                raise
+        return op.torchs(keys, *given, **named)
 
     return entry
 

@@ -37,7 +37,8 @@ def _measured_us(name: str) -> float:
     base, _, overload = name.partition(".")
     aten = getattr(getattr(torch.ops.aten, base), overload or "default")
     kernel = torch.library.get_kernel(f"aten::{name}", "CPU")
-    operator = Operator(name, kernel, lambda problem: False, "heuristic", Pace(lambda: None))
+    pace = Pace(lambda: None)
+    operator = Operator(name, kernel, lambda problem: False, "heuristic", pace, lambda: None)
     _, _, signature = str(aten._schema).partition("(")
     probe = f"probe_{base}{overload}"
     library = torch.library.Library("tmm", "FRAGMENT")

@@ -161,7 +161,7 @@ def _gradients(
     the other's gradient is needed, and the output only if the head is not linear."""
     alpha, head = call.alpha, call.head
     wants_a, wants_b, wants_bias, wants_residual, *_ = wanted
-    multiply = run if call.eager and _is_direct(grad) else autograd_state.by_operator
+    multiply = run if call.eager and _is_direct(grad, a, b) else autograd_state.by_operator
     dz, da, db, dbias, dresidual = grad, None, None, None, None
     if head is not IDENTITY:
         assert head.output_vjp is not None
@@ -231,12 +231,13 @@ def _flattened(a: Tensor, dz: Tensor) -> tuple[Tensor, Tensor]:
     return a.flatten(0, -2), dz.flatten(0, -2)
 
 
-def _is_direct(grad: Tensor) -> bool:
-    """Whether products of ``grad`` in backward need no dispatcher and no second derivatives."""
+def _is_direct(grad: Tensor, *saved: Tensor | None) -> bool:
+    """Whether products of ``grad`` in backward need no dispatcher and no second derivatives. A hook
+    may unpack ``saved`` tensors of another kind than it packed."""
     return (
         not torch.is_grad_enabled()
         and not torch.compiler.is_dynamo_compiling()
-        and fast_path_allowed(grad, grad, shown=True)
+        and fast_path_allowed(grad, grad, *saved, shown=True)
         and not (compat.is_batched(grad) or grad.is_complex())
     )
 
@@ -260,7 +261,7 @@ class _Following(autograd_state.OneLevel):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (z,) = ctx.saved_tensors
-        if _is_direct(grad) and takes(z):
+        if _is_direct(grad, z) and takes(z):
             try:
                 return ctx.found.backward(grad, z), None, None
             except Exception as error:
