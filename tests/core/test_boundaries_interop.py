@@ -1010,15 +1010,16 @@ def test_as_many_answers_are_kept_as_plans(lasting: bool, monkeypatch: pytest.Mo
         monkeypatch.setattr(aten_answers, name, {})
     kept = aten_answers.answers if lasting else aten_answers.passing
     keep = aten_answers._keep if lasting else aten_answers._keep_for_now
+    drops = aten_answers.warm.drops
     for i in range(1, 9):
         answer = aten_answers.Answer()
-        assert keep((i,), answer) is kept[i,] is answer
+        assert keep((i,), answer, drops) is kept[i,] is answer
         assert len(kept) == (i - 1) % 3 + 1
-        aten_answers.through[i] = answer
-        assert len(aten_answers.through) == (len(kept) if lasting else i)
-    assert aten_answers._keep_for_good((("part", 1), 2)) is aten_answers.THROUGH
-    assert aten_answers.through["part", 1] is aten_answers.THROUGH
-    assert aten_answers._keep_for_good(("mm", 2)) is aten_answers.THROUGH
+    for i in range(1, 9):
+        assert aten_answers._keep_for_good((("part", i), 2), drops) is aten_answers.THROUGH
+        assert aten_answers.through["part", i] is aten_answers.THROUGH
+        assert len(aten_answers.through) == (i - 1) % 3 + 1
+    assert aten_answers._keep_for_good(("mm", 2), drops) is aten_answers.THROUGH
     assert "mm" not in aten_answers.through
 
 

@@ -15,13 +15,14 @@ from typing import Any
 
 import pytest
 import torch
-from fakes import DEVICE, FakeBlas, FakeConfig, FakeKernel, problem, settings
+from fakes import DEVICE, FakeBlas, FakeConfig, FakeKernel, installed, problem, settings
 from fakes import dispatcher as make_dispatcher
 from lying import half
 
 import tmm_core
-from tmm_core import dispatch
+from tmm_core import Problem, dispatch
 from tmm_core.errors import TmmWarning
+from tmm_core.launch import warm
 from tmm_core.registry.registry import Registry
 from tmm_core.spec import watch
 from tmm_core.spec.kernel import Candidate
@@ -212,3 +213,74 @@ def test_a_fork_waits_for_another_threads_loading_of_plugins(
     monkeypatch.setattr(own, "made", None)  # before the first call
     own.before_fork()
     own.after_fork_in_parent()
+
+
+class Paused(FakeKernel):
+    """Is bound once the test says so; the first time only."""
+
+    def __init__(self, name: str, **fields: Any) -> None:
+        super().__init__(name, **fields)
+        self.reached, self.resumed = threading.Event(), threading.Event()
+
+    def bind(self, problem: Problem, config: Any) -> Any:
+        if not self.reached.is_set():
+            self.reached.set()
+            assert self.resumed.wait(PATIENCE)
+        return super().bind(problem, config)
+
+
+@pytest.mark.parametrize("what", ["enable", "forget"])
+def test_a_plan_that_was_made_while_plans_were_dropped(what: str) -> None:
+    """It answers its own call only: the next one chooses by the records of today, and its products
+    are not answered by ``enable()``."""
+    fast, paused = FakeKernel("fast", estimate=1.0), Paused("blas", estimate=100.0)
+    installed(paused, fast)
+    a, b = torch.randn(4, 8), torch.randn(8, 6)
+    expected = a @ b
+
+    def call() -> torch.Tensor:
+        return tmm_core.matmul(a, b, kernel="blas")
+
+    with ThreadPoolExecutor(1) as other:
+        answer = other.submit(call)
+        assert paused.reached.wait(PATIENCE)
+        if what == "enable":
+            tmm_core.enable(_key="CPU", on_cache_miss="heuristic")
+        else:
+            warm.forget_plans()
+        paused.resumed.set()
+        torch.testing.assert_close(answer.result(PATIENCE), expected)
+    fast.bound.clear()
+    try:
+        assert not warm._plans
+        torch.testing.assert_close(call(), expected)
+        assert len(warm._plans) == 1
+        assert not fast.bound
+    finally:
+        tmm_core.disable()
+
+
+def test_a_choice_that_was_made_while_records_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    d, _ = make_dispatcher(
+        FakeBlas(estimate=1.0), FakeKernel("fast"), times={"fast": 5.0, "blas": 9.0}, root=tmp_path
+    )
+    reached, resumed = threading.Event(), threading.Event()
+    guess = d._unmeasured
+
+    def paused(*given: Any) -> Any:
+        guessed = guess(*given)
+        reached.set()
+        assert resumed.wait(PATIENCE)
+        return guessed
+
+    monkeypatch.setattr(d, "_unmeasured", paused)
+    untuned = settings(on_cache_miss="heuristic")
+    with ThreadPoolExecutor(1) as other:
+        choice = other.submit(d.choose, problem(), untuned)
+        assert reached.wait(PATIENCE)
+        d.tune(problem(), settings())
+        resumed.set()
+        assert choice.result(PATIENCE).candidate.kernel.name == "blas"
+    assert d.choose(problem(), untuned).candidate.kernel.name == "fast"

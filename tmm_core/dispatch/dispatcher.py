@@ -204,6 +204,7 @@ class Dispatcher(Deferring):
         key = bucketed(problem.bare())
         if self.untried.changed():
             self._try_again()
+        choices = self._choices
         began = time.monotonic()
         able = self.able(problem, settings)
         spent = time.monotonic() - began
@@ -229,7 +230,7 @@ class Dispatcher(Deferring):
                 choice = self._earlier(kept, able) or self._recorded(query) or self._tuned(query)
         choice = choice or self._unmeasured(query, forbidden or "")
         if choice.lasting and not problem.capturing:
-            self._choices[kept] = choice
+            choices[kept] = choice
         waits = forbidden is None and not self.raced(query, choice)
         choice = self.inside(problem, key, choice, able)
         return replace(choice, lasting=False) if waits else choice
@@ -460,7 +461,8 @@ class Dispatcher(Deferring):
         warm.forget_plans()
 
     def _forget(self) -> None:
-        self._choices.clear()
+        # Another thread may be choosing by what has just changed: it adds to the former choices.
+        self._choices = {}
         self.answers.clear()
         self.ended.clear()
         self._invariance.forget()

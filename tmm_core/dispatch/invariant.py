@@ -97,8 +97,9 @@ class Invariance:
         self._choices = dict(other._choices)
 
     def forget(self) -> None:
-        """Forget configs, since records or kernels changed. Arithmetics stay."""
-        self._choices.clear()
+        """Forget configs, since records or kernels changed. Arithmetics stay. Another thread that
+        is choosing adds to the former choices."""
+        self._choices = {}
 
     def choose(self, problem: Problem, settings: Settings) -> Choice | None:
         """Return the fastest config for this M of the weight's arithmetic; None if no
@@ -276,12 +277,13 @@ class Invariance:
         own = replace(problem, capturing=False)
         edge = bucketed(own)
         key = (edge, _position(edge, own.extent), settings, wanted)
-        choice = self._choices.get(key)
+        choices = self._choices
+        choice = choices.get(key)
         if choice is not None and self._may_serve(choice.candidate, problem, able, wanted):
             return choice
         choice = self._fastest(problem, able, wanted, settings)
         if choice is not None and not problem.capturing:
-            self._choices[key] = choice
+            choices[key] = choice
         return choice
 
     def _fastest(

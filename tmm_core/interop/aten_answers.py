@@ -177,16 +177,17 @@ class Operator:
             CacheMissError: ``on_cache_miss="error"`` and no record.
             SettingsError, UnknownNameError, ConfigError: The settings are not usable.
         """
+        drops = warm.drops
         if settings.current().nested:
-            return _keep(key, INSIDE)
+            return _keep(key, INSIDE, drops)
         if call is None:
-            return _keep(key, THROUGH)
+            return _keep(key, THROUGH, drops)
         if (answer := passing.get(key)) is not None and time.monotonic() < answer.until:
             return answer
         try:
             capturing = call.a.is_cuda and torch.cuda.is_current_stream_capturing()
             with garbage_kept() if capturing else nullcontext():
-                return self._chosen(key, call, wrap)
+                return self._chosen(key, call, wrap, drops)
         except BaseException as error:
             reraise(error)
             if issubclass(type(error), USER_ERRORS):
@@ -194,16 +195,16 @@ class Operator:
             if issubclass(type(error), (_LeftError, UnsupportedProblemError)):
                 if not isinstance(error, _LeftError):
                     self.declined = str(error)
-                return _keep_for_good(key)
+                return _keep_for_good(key, drops)
             if not self._warned:
                 self._warned = True
                 warn(
                     f"torch answers a call of {self.name}, and others that fail likewise: choosing "
                     f"a kernel raised {error_text(error)}"
                 )
-        return _keep(key, THROUGH)
+        return _keep(key, THROUGH, drops)
 
-    def _chosen(self, key: Any, call: Any, wrap: Any) -> Answer:
+    def _chosen(self, key: Any, call: Any, wrap: Any, drops: int) -> Answer:
         if (outer := launching()) is not None:
             warm.nest(outer)
             return INSIDE
@@ -215,16 +216,16 @@ class Operator:
         lasting, capturing = plan.choice.lasting, plan.problem.capturing
         saved_us = _saved_us(plan)
         if saved_us is None and (lasting or capturing):
-            return THROUGH if capturing else _keep_for_good(key)
+            return THROUGH if capturing else _keep_for_good(key, drops)
         if saved_us is None:
-            return _keep_for_now(key, Answer())
+            return _keep_for_now(key, Answer(), drops)
         launch = plan.launcher if wrap is None else wrap(plan)
         tally = self.tallies.setdefault(plan.kernel, Tally())
         made = plan.kernel, plan.choice, plan.problem
         answer = Answer(*made, launch, plan.problem.bias is not None, saved_us, tally)
         if capturing:  # which restricts the choice
             return answer
-        return _keep(key, answer) if lasting else _keep_for_now(key, answer)
+        return (_keep if lasting else _keep_for_now)(key, answer, drops)
 
     def _pose(self, call: Any, epilogue: Any, current: settings.Settings) -> Any:
         """Return the problem of a call. Leave problems to torch that ``only`` excludes, and calls
@@ -262,24 +263,20 @@ def _saved_us(plan: Plan) -> float | None:
     return None if saving.loses_in_steady_state(*of) else saving.saving_us(*of)
 
 
-def _keep(key: tuple[Any, ...], answer: Answer) -> Answer:
-    if len(answers) >= warm.MAX_PLANS:
-        answers.clear()
-        through.clear()
-    answers[key] = answer
+def _keep(key: tuple[Any, ...], answer: Answer, drops: int) -> Answer:
+    """Replay an answer, unless plans were dropped more than ``drops`` times by now."""
+    warm.keep(answers, key, answer, drops)
     return answer
 
 
-def _keep_for_good(key: tuple[Any, ...]) -> Answer:
+def _keep_for_good(key: tuple[Any, ...], drops: int) -> Answer:
     """Let torch answer from now on, because no kernel is faster, or none may answer."""
     if isinstance(key[0], tuple):
-        through[key[0]] = THROUGH
-    return _keep(key, THROUGH)
+        warm.keep(through, key[0], THROUGH, drops)
+    return _keep(key, THROUGH, drops)
 
 
-def _keep_for_now(key: tuple[Any, ...], answer: Answer) -> Answer:
-    if len(passing) >= warm.MAX_PLANS:
-        passing.clear()
+def _keep_for_now(key: tuple[Any, ...], answer: Answer, drops: int) -> Answer:
     answer.until = time.monotonic() + RETRY
-    passing[key] = answer
+    warm.keep(passing, key, answer, drops)
     return answer

@@ -111,8 +111,28 @@ def forget_plans() -> None:
 
 def drop_plans() -> None:
     """Drop all plans, although records, settings and plugins are unchanged."""
+    global drops
+    drops += 1
     for table in TABLES:
         table.clear()
+
+
+#: The number of times that plans were dropped.
+drops = 0
+
+
+def keep(table: dict[tuple[Any, ...], Any], key: tuple[Any, ...], plan: Any, before: int) -> None:
+    """Add a plan to a table, unless plans were dropped while it was made: it may follow from what
+    has changed since, in another thread.
+
+    Args:
+        before: :data:`drops` before the plan was made.
+    """
+    if len(table) >= MAX_PLANS:
+        table.clear()
+    table[key] = plan
+    if drops != before:  # asked afterwards, as a drop clears the tables after it is counted
+        table.pop(key, None)
 
 
 def epilogue_of(text: str) -> Epilogue:
@@ -155,12 +175,11 @@ def _built(key: tuple[Any, ...], call: Arguments | GroupedArguments, pose: Pose)
         nest(outer)
         with settings.nested():
             return _planned(call, pose)
+    before = drops
     plan = _planned(call, pose)
     # Under graph capture the choice is restricted.
     if plan.choice.lasting and not plan.problem.capturing:
-        if len(_plans) >= MAX_PLANS:
-            _plans.clear()
-        _plans[key] = plan
+        keep(_plans, key, plan, before)
     return plan
 
 
