@@ -12,14 +12,22 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from fakes import FakeBlas, FakeKernel, dispatcher, installed, tuned_with_steady_times
+from fakes import (
+    FakeBlas,
+    FakeKernel,
+    dispatcher,
+    installed,
+    problem,
+    tuned_with_steady_times,
+)
 from torch import nn
 
 import tmm_core
-from tmm_core import dispatch
+from tmm_core import Candidate, dispatch
 from tmm_core.dispatch import saving
 from tmm_core.interop import inductor
 from tmm_core.interop.inductor import PASSES, Rewrite
+from tmm_core.launch.plan import Choice
 
 Tensor = torch.Tensor
 
@@ -600,6 +608,33 @@ def test_the_key_changes_with_the_records() -> None:
     a, b = torch.randn(64, 32), torch.randn(32, 64)
     tmm_core.tune(tmm_core.problem(a, b))
     assert Rewrite("records").uuid() != before
+
+
+@pytest.mark.parametrize("what", ["layer", "lock file", "setting", "kernel", "failing kernel"])
+def test_the_key_changes_with_all_that_decides_a_choice(what: str, tmp_path: Path) -> None:
+    """Another process would go on with a graph for which this one had no record, or no kernel."""
+    recorded({"blas": 10.0, "fast": 4.0})
+    chooser = dispatch.default_dispatcher()
+    store = chooser.store
+    store.layers, store.locked = (tmp_path / "layer",), what == "lock file"
+    store.lock_path = tmp_path / "tmm.lock"
+    before, always = (Rewrite(when).uuid() for when in ("records", "always"))
+    assert Rewrite("records").uuid() == before
+    if what == "layer":
+        store.layers[0].mkdir()
+        (store.layers[0] / "record.json").write_text("{}")
+    elif what == "lock file":
+        store.lock_path.write_text("{}")
+    elif what == "failing kernel":
+        kernel = chooser.registry.kernel("fast")
+        chosen = Choice(Candidate(kernel, kernel.config_type()), "cache")
+        with pytest.warns(tmm_core.TmmWarning, match="boom"):
+            chooser.quarantine(problem(), chosen, RuntimeError("boom"))
+    elif what == "kernel":
+        chooser.registry.kernel("fast").__dict__["version"] = "2"
+    with tmm_core.override(disable=["fast"] if what == "setting" else []):
+        assert Rewrite("records").uuid() != before
+        assert Rewrite("always").uuid() == always
 
 
 def test_a_fault_of_the_pass_leaves_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -142,8 +142,8 @@ ENVIRON = [
     Mutant(
         "toolchain-unwatched",
         "dispatch/dispatcher.py",
-        "            self._try_again()\n        began = ",
-        "            pass\n        began = ",
+        "            self._try_again()\n        choices = ",
+        "            pass\n        choices = ",
         "a process does not notice that its toolchain was repaired",
         (ENVIRONMENT,),
     ),

@@ -310,8 +310,8 @@ FRESH = [
            "gate and up the other way round read what is behind them",
            (f"{NN}::test_what_does_not_follow_in_memory_is_two",)),
     Mutant("boundary-captured-kept", "dispatch/invariant.py",
-           "if choice is not None and not problem.capturing:\n            self",
-           "if choice is not None:\n            self",
+           "if choice is not None and not problem.capturing:\n            choices",
+           "if choice is not None:\n            choices",
            "a guess for a graph answers every call after it",
            (f"{DISPATCH}::test_what_a_capture_was_given_is_measured_after_it",)),
     Mutant("cycle-of-a-fault", "cache/tmm_base/guards.py",
@@ -568,6 +568,16 @@ FRESH = [
            "a compiled graph is taken from torch's cache after its records changed",
            ("tests/core/test_frozen_weights.py::"
             "test_the_key_of_a_pass_changes_with_the_records_that_it_follows",)),
+    Mutant("fresh-graph-cache-of-the-root", "interop/inductor.py",
+           "for place in (store.root, *store.layers):", "for place in (store.root,):",
+           "a compiled graph is taken from torch's cache after the records of a layer changed",
+           ("tests/core/test_inductor.py::"
+            "test_the_key_changes_with_all_that_decides_a_choice",)),
+    Mutant("fresh-graph-cache-of-failing-kernels", "interop/inductor.py",
+           "for name, bucket in list(chooser.quarantined))", "for name, bucket in ())",
+           "graphs are compiled for good without a kernel that failed in one process",
+           ("tests/core/test_inductor.py::"
+            "test_the_key_changes_with_all_that_decides_a_choice",)),
     Mutant("fresh-kept-frames", "tmm_base/guards.py",
            "if type(values) is dict and code.co_flags", "if False and code.co_flags",
            "a guard keeps the variables of the frames that it looked at",

@@ -73,7 +73,7 @@ class Pass(_Pass):  # type: ignore[misc]  # a class of torch without types
         for module in _DECIDING:  # perhaps in a zip
             digest.update(pkgutil.get_data("tmm_core.interop", f"{module}.py") or b"")
         if self.when == "records":
-            digest.update(_state_of_records().encode())
+            digest.update(_state_of_choices().encode())
         return (f"tmm {self.when} {digest.hexdigest()}", *others)
 
     def _rewrite_all(self, graph: torch.fx.Graph) -> None:
@@ -305,12 +305,26 @@ def _flat(shape: Any) -> list[int] | None:
     return sizes if sizes.count(-1) <= 1 else None
 
 
-def _state_of_records() -> str:
-    """Return a text that changes when this user's records change."""
-    root = dispatch.default_dispatcher().store.root
-    found = []
-    for path in Path(root).rglob("*.json"):
-        with suppress(OSError):  # removed meanwhile
-            stat = path.stat()
-            found.append(f"{path.name} {stat.st_mtime_ns} {stat.st_size}")
-    return "\n".join(sorted(found))
+def _state_of_choices() -> str:
+    """Return a text that changes with all that decides a choice: settings, kernels and records."""
+    chooser, current = dispatch.default_dispatcher(), settings.current()
+    requires = current.deterministic, current.batch_invariant, current.static_weights
+    found = [f"{(current.kernel, current.config, current.arithmetic, sorted(current.disable))}"]
+    found += [
+        str(requires),
+        *(f"{each.name} {each.version}" for each in chooser.registry.kernels()),
+    ]
+    found += sorted(f"{name} fails {bucket}" for name, bucket in list(chooser.quarantined))
+    store = chooser.store
+    if store.locked:
+        return "\n".join([*found, _stamp(store.lock_path)])
+    for place in (store.root, *store.layers):
+        found += sorted(map(_stamp, place.rglob("*.json")))
+    return "\n".join(found)
+
+
+def _stamp(path: Path) -> str:
+    with suppress(OSError):  # removed meanwhile
+        stat = path.stat()
+        return f"{path.name} {stat.st_mtime_ns} {stat.st_size}"
+    return ""
