@@ -53,6 +53,28 @@ class InfTimesZero(Lie):
         return result
 
 
+def _finite(t: Tensor | None) -> Tensor | None:
+    return None if t is None else t.nan_to_num(nan=torch.nan)
+
+
+class InfBias(Lie):
+    """An Inf in the bias is the largest number of its dtype."""
+
+    problem = half(8, 16, 8, bias=torch.float16)
+
+    def lie(self, right: Any, a: Tensor, b: Tensor, bias: Any, *given: Any) -> Any:
+        return right(a, b, _finite(bias), *given)
+
+
+class InfResidual(Lie):
+    """An Inf in the residual is the largest number of its dtype."""
+
+    problem = half(8, 16, 8, residual=F16)
+
+    def lie(self, right: Any, a: Tensor, b: Tensor, bias: Any, residual: Any, *given: Any) -> Any:
+        return right(a, b, bias, _finite(residual), *given)
+
+
 class NanAlpha(Lie):
     problem = half(8, 8, 8, scaled=True)
 
@@ -198,6 +220,8 @@ FURTHER: dict[str, dict[str, type[Lie]]] = {
         "NaN beside Inf": InfIsNan,
         "Inf in both": InfInBoth,
         "Inf times zero": InfTimesZero,
+        "Inf in the bias": InfBias,
+        "Inf in the residual": InfResidual,
     },
     "alpha": {
         "1/√64": lying_if(

@@ -957,16 +957,18 @@ def test_values_are_planted_in_terms_that_there_are(k: int) -> None:
 
 
 @pytest.mark.parametrize("axis", ["rows", "columns"])
-def test_values_are_planted_in_three_lines_and_a_term(axis: Any) -> None:
+def test_values_are_planted_in_three_lines_and_twice_in_a_term(axis: Any) -> None:
     instance = problem(m=8, n=6, k=5, bias=torch.float32, residual=F32)
     inputs = Inputs(torch.ones(8, 5), torch.ones(5, 6), torch.ones(6), torch.ones(8, 6))
-    *lines, term = nonfinite._changes(instance, inputs, axis, random.Random(0))
+    *lines, nan, infinite = nonfinite._changes(instance, inputs, axis, random.Random(0))
     assert len(lines) == nonfinite.COUNT == 3
     assert len({change.places for change in lines}) == 3
     assert [str(change.value) for change in lines] == ["nan", "inf", "-inf"]
     assert [change.index[1] for change in lines[:2]] == [4, 0]  # the last term, then the first
-    assert term.tensor is (inputs.residual if axis == "rows" else inputs.bias)
-    assert math.isnan(term.value)
+    term = inputs.residual if axis == "rows" else inputs.bias
+    assert nan.tensor is infinite.tensor is term
+    assert math.isnan(nan.value)
+    assert math.isinf(infinite.value)
     bare = replace(inputs, bias=None, residual=None)
     plain = problem(m=2, n=6, k=5)
     short = replace(bare, a=torch.ones(2, 5))
@@ -975,7 +977,7 @@ def test_values_are_planted_in_three_lines_and_a_term(axis: Any) -> None:
         assert list(nonfinite._changes(replace(plain, **empty), bare, axis, random.Random())) == []
 
 
-CHANGES: dict[Any, int] = {"rows": 5, "columns": 4}
+CHANGES: dict[Any, int] = {"rows": 6, "columns": 5}
 
 
 def test_no_planted_value_hides_another() -> None:
@@ -1371,7 +1373,7 @@ def test_values_are_planted_in_groups_alone(along: Any, axis: Any, seed: int) ->
     changes = list(
         nonfinite._changes(instance, replace(drawn, rows=rows), axis, random.Random(seed))
     )
-    *lines, term = changes if len(changes) > 3 else [*changes, None]
+    lines, terms = changes[:3], changes[3:]
     for change in lines:
         lead, row, term_of_k = (0, *change.index)[-3:]
         if along == "k":
@@ -1380,16 +1382,16 @@ def test_values_are_planted_in_groups_alone(along: Any, axis: Any, seed: int) ->
             assert row < 5
         else:
             assert lead in (0, 2)
-    if axis == "rows":
-        assert term is not None
-        assert term.tensor is drawn.residual
-        matrix, row, col = (0, *term.index)[-3:]
-        assert {"m": row < 5, "n": col < 5, "k": matrix in (0, 2)}[along]
-    elif along == "m":
-        assert term is not None
-        assert term.tensor is drawn.bias
-        assert term.index[0] in (0, 2)
-        assert term.index[1] < 9
+    assert len(terms) == (2 if axis == "rows" or along == "m" else 0)
+    for term in terms:
+        if axis == "rows":
+            assert term.tensor is drawn.residual
+            matrix, row, col = (0, *term.index)[-3:]
+            assert {"m": row < 5, "n": col < 5, "k": matrix in (0, 2)}[along]
+        else:
+            assert term.tensor is drawn.bias
+            assert term.index[0] in (0, 2)
+            assert term.index[1] < 9
 
 
 @pytest.mark.parametrize(("batch", "lead"), [(1, (1, 5)), (3, (1, 3))])

@@ -520,6 +520,11 @@ SWEPT = [
            "",
            "a NaN of a row hides the NaN in the row's weight",
            ("tests/core/test_boundaries_verify.py::test_no_planted_value_hides_another",)),
+    Mutant("planted-nan-alone", "verify/nonfinite.py",
+           "*chance.sample(infinite, min(1, len(infinite)))]", "]",
+           "a kernel that turns an Inf of the bias to a number is verified",
+           ("tests/core/test_boundaries_verify.py::"
+            "test_values_are_planted_in_three_lines_and_twice_in_a_term",)),
     Mutant("swept-planted-beyond", "verify/nonfinite.py",
            "range(start, end) if problem.along == \"n\" else range(problem.n)",
            "range(problem.n)",

@@ -177,8 +177,8 @@ def _in_terms(
     chance: random.Random,
     taken: set[int],
 ) -> Iterator[Change]:
-    """NaN in an element of the residual, in the weight of a row, or in an element of a bias: one
-    group's, or the common one. They are not in the rows or columns of the result that are
+    """NaN and Inf in elements of the residual, or of a bias: one group's, or the common one; and
+    NaN in the weight of a row. They are not in the rows or columns of the result that are
     ``taken``, whose values would hide them, if a few draws find others."""
     group, start, end = chance.choice(filled)
 
@@ -192,11 +192,13 @@ def _in_terms(
         return found
 
     index: tuple[int, ...]
-    if rows and inputs.residual is not None and values_of(inputs.residual.dtype):
-        row = draw(range(start, end) if problem.along == "m" else range(problem.m))
-        col = chance.choice(range(start, end) if problem.along == "n" else range(problem.n))
-        index = (group, row, col) if inputs.residual.dim() > 2 else (row, col)
-        yield Change(inputs.residual, index, (row,), math.nan)
+    residual, bias = inputs.residual, inputs.bias
+    if rows and residual is not None:
+        for value in _nan_and_inf(residual.dtype, chance):
+            row = draw(range(start, end) if problem.along == "m" else range(problem.m))
+            col = chance.choice(range(start, end) if problem.along == "n" else range(problem.n))
+            index = (group, row, col) if residual.dim() > 2 else (row, col)
+            yield Change(residual, index, (row,), value)
     given = inputs.rows
     if rows and given is not None and given.out_weights is not None:
 
@@ -205,10 +207,18 @@ def _in_terms(
 
         row = draw(range(filled[0][1], filled[-1][2]), written)
         yield Change(given.out_weights, (row,), (written(row),), math.nan)
-    if not rows and inputs.bias is not None and values_of(inputs.bias.dtype):
-        col = draw(range(inputs.bias.shape[-1]), functools.partial(column, problem))
-        index = (group, col) if inputs.bias.dim() > 1 else (col,)
-        yield Change(inputs.bias, index, (column(problem, col),), math.nan)
+    if not rows and bias is not None:
+        for value in _nan_and_inf(bias.dtype, chance):
+            col = draw(range(bias.shape[-1]), functools.partial(column, problem))
+            index = (group, col) if bias.dim() > 1 else (col,)
+            yield Change(bias, index, (column(problem, col),), value)
+
+
+def _nan_and_inf(dtype: torch.dtype, chance: random.Random) -> list[float]:
+    """NaN, and Inf of one sign, as far as the dtype has them."""
+    values = values_of(dtype)
+    infinite = values[1:]
+    return [*values[:1], *chance.sample(infinite, min(1, len(infinite)))]
 
 
 def _rows_computed_from(inputs: Inputs, end: int) -> dict[int, list[int]]:
