@@ -531,7 +531,7 @@ SWEPT = [
            "NaN is planted where no group reads it",
            ("tests/core/test_boundaries_verify.py::test_values_are_planted_in_groups_alone",)),
     Mutant("swept-planted-in-a-row", "verify/nonfinite.py",
-           "index = (group, col) if inputs.bias.dim() > 1 else (col,)",
+           "index = (group, col) if bias.dim() > 1 else (col,)",
            "index = (col,)",
            "NaN is planted in all of a group's bias",
            ("tests/core/test_boundaries_verify.py::test_values_are_planted_in_groups_alone",)),
