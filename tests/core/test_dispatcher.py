@@ -518,7 +518,6 @@ def test_explain_names_every_candidate_and_rejection(tmp_path: Path) -> None:
     with pytest.warns(TmmWarning, match="kernel broken failed .*no compiler") as warned:
         d.choose(problem(), settings())
     assert len(warned) == 1
-    assert "1 more fault" in str(warned[0].message)
     text = str(explain_problem(d, problem(), settings(on_cache_miss="heuristic")))
     for message in (
         "chosen    fast tile=1",

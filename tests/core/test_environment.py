@@ -426,7 +426,7 @@ def test_kernels_that_all_fail_alike_are_untried(tmp_path: Path) -> None:
 
     kernels = [Broken(name, failing(name)) for name in ("one", "two", "three")]
     d, _ = process(tmp_path, *kernels)
-    with pytest.warns(TmmWarning, match=r"kernel one .*cannot assemble.*py:\d+.*2 more") as caught:
+    with pytest.warns(TmmWarning, match=r"kernel one .*cannot assemble.*py:\d+") as caught:
         assert chosen(d) == "blas"
     assert len(caught) == 1
     assert on_record(tmp_path) == {"blas": "ok"}
@@ -741,7 +741,6 @@ def test_a_plugins_fault_in_tuning_is_one_warning(fault: Any, words: str, tmp_pa
     assert "kernel fast" in message
     assert words in message
     assert ".py:" in message
-    assert "1 more" in message
     assert "tmm doctor" in message
 
 

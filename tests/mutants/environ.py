@@ -134,7 +134,7 @@ ENVIRON = [
     Mutant(
         "untried-silent",
         "dispatch/dispatcher.py",
-        "            self.warn_untried(query.problem, self.untried.get(key))\n",
+        "        if key == query.key:\n            self.warn_untried(query.problem, self.untried.get(key))\n",
         "",
         "a second process says nothing of kernels that it does without",
         (ENVIRONMENT,),

@@ -220,18 +220,19 @@ class Dispatcher(Deferring):
         # A choice made during capture has fewer candidates, so it is not kept. A kept choice also
         # serves captures.
         kept = bucketed(replace(problem, capturing=False)), settings
-        choice = self._earlier(kept, able) or self._recorded(query)
-        background = settings.on_cache_miss == "background" and forbidden is None
-        if choice is None and background:
+        may_tune = forbidden is None
+        choice = self._earlier(kept, able) or self._recorded(query, key, complete=may_tune)
+        if choice is None and may_tune and settings.on_cache_miss == "background":
             choice = self._later(query)
-        elif choice is None and forbidden is None:
+        elif choice is None and may_tune:
             # Two measurements at one time would disturb each other.
             with self._lock:
-                choice = self._earlier(kept, able) or self._recorded(query) or self._tuned(query)
+                choice = self._earlier(kept, able) or self._recorded(query, key, complete=True)
+                choice = choice or self._tuned(query)
         choice = choice or self._unmeasured(query, forbidden or "")
         if choice.lasting and not problem.capturing:
             choices[kept] = choice
-        waits = forbidden is None and not self.raced(query, choice)
+        waits = may_tune and not self.raced(query, choice)
         choice = self.inside(problem, key, choice, able)
         return replace(choice, lasting=False) if waits else choice
 
@@ -264,18 +265,15 @@ class Dispatcher(Deferring):
         choice = self._choices.get(kept)
         return choice if choice is not None and choice.candidate.kernel in able else None
 
-    def _recorded(self, query: Query, exact: Problem | None = None) -> Choice | None:
-        """Return the choice by the record of the bucket, or of ``exact``. None if the bucket's
-        record lacks a kernel (new plugin, other version) and tuning may complete it."""
-        key = exact or query.key
+    def _recorded(self, query: Query, key: Problem, complete: bool = False) -> Choice | None:
+        """Return the choice by the record of ``key``; if it has to be ``complete``, only if it
+        lacks no kernel (new plugin, other version)."""
         record = self.record_of(key)
         if record is None:
             return None
-        if exact is None:
-            if query.forbidden is None and self.missing(
-                key, query.able, record, called=query.problem
-            ):
-                return None
+        if complete and self.missing(key, query.able, record, called=query.problem):
+            return None
+        if key == query.key:
             self.warn_untried(query.problem, self.untried.get(key))
         candidate = self.best(record, query.able, query.problem)
         return None if candidate is None else self.chosen_by(candidate, key, query.problem)
@@ -305,8 +303,7 @@ class Dispatcher(Deferring):
         """Return an interim choice, while later calls tune in the background; a lasting choice if
         the tuning has ended without a usable winner."""
         name = query.key, query.settings
-        # A record may answer although it lacks kernels.
-        known = self._recorded(replace(query, forbidden="it is being completed"))
+        known = self._recorded(query, query.key)
         if (why := self.ended.get(name)) is not None:
             return known or self._unmeasured(query, why)
         if name not in self.background:

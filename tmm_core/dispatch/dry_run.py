@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass, replace
-from typing import Any, Literal
-
-from tmm_cache import TuningRecord
+from typing import Any, Literal, NoReturn
 
 from tmm_core.dispatch.deferring import Query
 from tmm_core.dispatch.dispatcher import Dispatcher
@@ -85,7 +83,7 @@ class _DryRun(Dispatcher):
 
     def _tune(
         self, key: Problem, able: list[Kernel[Any]], settings: Settings, *_: Any, **__: Any
-    ) -> TuningRecord:
+    ) -> NoReturn:
         before = self.record_of(key)
         names = ", ".join(kernel.name for kernel in self.missing(key, able, before))
         what = "no record" if before is None else "a record without them"
@@ -95,7 +93,6 @@ class _DryRun(Dispatcher):
 
     def _later(self, query: Query) -> Choice:
         self._tune(query.key, query.able, query.settings)
-        raise AssertionError("unreachable")
 
     def raced(self, query: Query, choice: Choice) -> bool:
         return True
