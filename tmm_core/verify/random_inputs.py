@@ -130,65 +130,79 @@ def fill(
     limit = form.limit if form is not None else None
     # Four standard deviations of the values are the largest stored number.
     unit = 1.0 if limit is None else 4 * max(1, k) ** -0.25 / limit
+    spread = values.factor(name) * (1.0 if name == "bias" else max(1, k) ** -0.25)
+    is_operand, pattern = name in ("a", "b"), values.pattern(name)
     if name.endswith("_scale"):
-        drawn = torch.empty(once.shape, dtype=torch.float32, device=t.device)
-        exponents = t.dtype is grids.EXPONENT
-        least, most = (0.7 * unit, 2.8 * unit) if exponents else (0.5 * unit, 1.5 * unit)
-        drawn.uniform_(least, most, generator=generator)
-        if values.scales:
-            powers = torch.empty_like(drawn).uniform_(-2.5, 0.5, generator=generator)
-            drawn *= 10**powers
-            if not exponents and drawn.numel() > 1:
-                longest = max(range(drawn.dim()), key=lambda dimension: drawn.shape[dimension])
-                drawn.movedim(longest, 0)[1::4] = 0
-        once.copy_(grids.exponents(drawn) if exponents else drawn)
-        return t
-    if name.endswith("_zero"):
+        _fill_scales(once, unit, values, generator)
+    elif name.endswith("_zero"):
         drawn = torch.randint(-8, 9, once.shape, generator=generator, device=t.device)
         once.copy_(drawn if form is None or not form.origin else drawn.abs())
-        return t
-    if values.cancelling and name in ("a", "b"):
-        return _cancel(name, t, k, generator)
-    if values.sparse and name in ("a", "b"):
-        return _sparse(name, t, generator)
-    if values.sum and name in ("a", "b", "bias"):
+    elif values.cancelling and is_operand:
+        _cancel(name, t, k, generator)
+    elif values.sparse and is_operand:
+        _sparse(name, t, generator)
+    elif values.sum and (is_operand or name == "bias"):
         size = values.bias if name == "bias" else (values.sum / max(1, k)) ** 0.5
         numbers = torch.empty(once.shape, dtype=torch.float32, device=t.device)
         once.copy_(numbers.uniform_(0.95, 1.05, generator=generator).mul_(size))
-        return t
-    spread = values.factor(name) * (1.0 if name == "bias" else max(1, k) ** -0.25)
-    pattern, few = values.pattern(name), t.device.type == "cpu" and once.numel() <= _AT_ONCE
-    if form is not None:
+    elif form is not None:
         sizes = *once.shape[:-1], once.shape[-1] * form.pack
         numbers = torch.empty(sizes, dtype=torch.float32, device=t.device)
         _draw(numbers, pattern, generator).mul_(spread / unit * (2 if values.scales else 1))
         once.copy_(form.packed(form.quantize(numbers, t.dtype)))
     elif not spread:
         once.zero_()
-    elif pattern and t.is_floating_point() and t.dtype.itemsize > 1:
-        _draw(once, pattern, generator).mul_(spread)
-    elif pattern:
-        numbers = torch.empty(once.shape, dtype=torch.float32, device=t.device)
-        _draw(numbers, pattern, generator)
-        if t.is_floating_point() or t.is_complex():
-            numbers *= spread
-        else:  # fp32 does not hold the sum of 1,400 products of such 8-bit numbers of one sign
-            numbers = (numbers + 3 * numbers.sign()) * min(torch.iinfo(t.dtype).max, 2**30) / 4
-            numbers = numbers.round() if t.dtype.is_signed else numbers.round().abs()
-        once.copy_(numbers)
-    elif values.whole and not (t.is_floating_point() or t.is_complex() or t.dtype is torch.bool):
-        has = torch.iinfo(t.dtype)
-        once.random_(has.min, min(has.max, 2**62), generator=generator)
-    elif not (t.is_floating_point() or t.is_complex()):
-        once.copy_(torch.randint(-8, 9, once.shape, generator=generator, device=t.device))
-    elif t.dtype.itemsize > 2 or (t.dtype.itemsize == 2 and not few):
-        once.normal_(0, spread, generator=generator)
+    elif t.is_floating_point() or t.is_complex():
+        _fill_numbers(once, pattern, spread, generator)
     else:
-        # Torch has no random 8-bit floats. It draws 16-bit numbers one by one on a CPU, and fp32
-        # numbers as vectors.
-        numbers = torch.randn(once.shape, generator=generator, dtype=torch.float32, device=t.device)
-        once.copy_(numbers.mul_(spread))
+        _fill_integers(once, pattern, values.whole, generator)
     return t
+
+
+def _fill_scales(t: Tensor, unit: float, values: Values, generator: torch.Generator) -> None:
+    """Fill scales with numbers around ``unit``."""
+    drawn = torch.empty(t.shape, dtype=torch.float32, device=t.device)
+    exponents = t.dtype is grids.EXPONENT
+    least, most = (0.7 * unit, 2.8 * unit) if exponents else (0.5 * unit, 1.5 * unit)
+    drawn.uniform_(least, most, generator=generator)
+    if values.scales:
+        powers = torch.empty_like(drawn).uniform_(-2.5, 0.5, generator=generator)
+        drawn *= 10**powers
+        if not exponents and drawn.numel() > 1:
+            longest = max(range(drawn.dim()), key=lambda dimension: drawn.shape[dimension])
+            drawn.movedim(longest, 0)[1::4] = 0
+    t.copy_(grids.exponents(drawn) if exponents else drawn)
+
+
+def _fill_numbers(t: Tensor, pattern: Pattern, spread: float, generator: torch.Generator) -> None:
+    """Fill a tensor of a floating or complex dtype."""
+    if pattern and t.is_floating_point() and t.dtype.itemsize > 1:
+        _draw(t, pattern, generator).mul_(spread)
+        return
+    few = t.device.type == "cpu" and t.numel() <= _AT_ONCE
+    if not pattern and (t.dtype.itemsize > 2 or (t.dtype.itemsize == 2 and not few)):
+        t.normal_(0, spread, generator=generator)
+        return
+    # Torch has no random 8-bit floats. It draws 16-bit numbers one by one on a CPU, and fp32
+    # numbers as vectors.
+    numbers = torch.empty(t.shape, dtype=torch.float32, device=t.device)
+    t.copy_(_draw(numbers, pattern, generator).mul_(spread))
+
+
+def _fill_integers(t: Tensor, pattern: Pattern, whole: bool, generator: torch.Generator) -> None:
+    """Fill a tensor of whole numbers or booleans; ``whole``: from the whole range of the dtype."""
+    if pattern:
+        numbers = _draw(
+            torch.empty(t.shape, dtype=torch.float32, device=t.device), pattern, generator
+        )
+        # fp32 does not hold the sum of 1,400 products of such 8-bit numbers of one sign.
+        numbers = (numbers + 3 * numbers.sign()) * min(torch.iinfo(t.dtype).max, 2**30) / 4
+        t.copy_(numbers.round() if t.dtype.is_signed else numbers.round().abs())
+    elif whole and t.dtype is not torch.bool:
+        has = torch.iinfo(t.dtype)
+        t.random_(has.min, min(has.max, 2**62), generator=generator)
+    else:
+        t.copy_(torch.randint(-8, 9, t.shape, generator=generator, device=t.device))
 
 
 def _draw(t: Tensor, pattern: Pattern, generator: torch.Generator) -> Tensor:
