@@ -810,12 +810,11 @@ def test_a_choice_says_where_its_record_is(tmp_path: Path) -> None:
     d, _ = dispatcher(FakeBlas(), root=tmp_path)
     candidate = Candidate(FakeBlas(), FakeConfig())
     instance, edge = problem(m=50), problem(m=56)
-    assert d.chosen_by(candidate, instance, instance) == Choice(candidate, "cache", "not stored")
+    assert d.chosen_by(candidate, instance) == Choice(candidate, "cache", "not stored")
     d.store.save(DEVICE.gpu, DEVICE.environment, recorded(edge, result("blas", 1.0)))
-    found = d.chosen_by(candidate, edge, instance, "tuned", "one")
+    found = d.chosen_by(candidate, edge, "tuned", "one")
     assert Path(found.reason).is_relative_to(tmp_path)
-    assert found == Choice(candidate, "tuned", found.reason, edge, "one")
-    assert d.chosen_by(candidate, edge, edge).evidence is None
+    assert found == Choice(candidate, "tuned", found.reason, "one")
 
 
 @pytest.mark.parametrize(
@@ -939,15 +938,19 @@ def test_a_tuning_in_the_background_that_ended_without_a_winner_is_not_begun_aga
 
 @pytest.mark.parametrize("along", ["m", "k"])
 def test_groups_have_the_config_of_64_rows_each_in_batch_invariant_mode(
-    along: Any, tmp_path: Path
+    along: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With groups along K the choice has no evidence: its sums are of this call alone."""
+    """With groups along K it is a choice for this call alone, as its sums are."""
     fast = FakeKernel("fast", estimate=1.0, traits=Traits(batch_invariant=True))
     d, _ = dispatcher(FakeBlas(estimate=9.0), fast, root=tmp_path)
     instance = problem(m=40, groups=Groups(5, along), batch_invariant=True)
+    chosen: list[Problem] = []
+    real = d._choose
+    monkeypatch.setattr(d, "_choose", lambda p, current: chosen.append(p) or real(p, current))
     choice = d.choose(instance, settings(on_cache_miss="heuristic"))
     assert (choice.candidate.kernel.name, choice.origin) == ("fast", "heuristic")
-    assert choice.evidence == (bucketed(instance.at(320)) if along == "m" else None)
+    own = replace(instance, batch_invariant=False)
+    assert chosen == [bucketed(instance.at(320)) if along == "m" else own]
     assert bucketed(instance.at(320)) != bucketed(instance.at(325))
 
 
@@ -1888,7 +1891,7 @@ def test_a_record_of_the_exact_size_answers_although_it_lacks_a_kernel(tmp_path:
     exact = recorded(problem(m=50), result("old", 5.0, config={"tile": 1}), result("blas", 9.0))
     d.store.save(DEVICE.gpu, DEVICE.environment, exact)
     choice = d.choose(problem(m=50), settings())
-    assert (choice.candidate.kernel.name, choice.origin, choice.evidence) == ("old", "cache", None)
+    assert (choice.candidate.kernel.name, choice.origin) == ("old", "cache")
     assert timer.measured == []
     d.choose(problem(m=64), settings())
     assert {*timer.measured} == {"blas", "old", "new"}

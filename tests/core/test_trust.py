@@ -340,7 +340,7 @@ def test_a_batch_invariant_record_of_groups_is_ones_own(tmp_path: Path) -> None:
     store, candidate = CacheStore(tmp_path, []), Candidate(FakeKernel("fast"), FakeConfig(tile=1))
     first_use.FirstUse(store).stamp(instance, candidate)
     invariant = replace(instance, batch_invariant=True)
-    choice = Choice(candidate, "cache", evidence=instance)
+    choice = Choice(candidate, "cache")
     assert first_use.FirstUse(store).may_launch(invariant, choice)
     # Its own record would be another one.
     assert not first_use.FirstUse(store).may_launch(invariant, replace(choice, arithmetic="k"))

@@ -189,7 +189,7 @@ class Dispatcher(Deferring):
             if problem.along == "k":
                 return self._choose(plain, settings)
             usual = bucketed(problem.at(ROWS_EACH * problem.groups.count))
-            return replace(self._choose(usual, settings), evidence=usual)
+            return self._choose(usual, settings)
         choice = self._invariance.choose(problem, settings)
         if choice is None:
             choice = self._choose(plain, settings)
@@ -276,7 +276,7 @@ class Dispatcher(Deferring):
         if key == query.key:
             self.warn_untried(query.problem, self.untried.get(key))
         candidate = self.best(record, query.able, query.problem)
-        return None if candidate is None else self.chosen_by(candidate, key, query.problem)
+        return None if candidate is None else self.chosen_by(candidate, key)
 
     def _tuned(self, query: Query) -> Choice:
         """Tune, and return the winner; an untuned choice if tuning fails or another process
@@ -296,7 +296,7 @@ class Dispatcher(Deferring):
             self.warn_of_tuning(problem, error, why)
             return self._unmeasured(query, why)
         if (candidate := self.best(record, query.able, problem)) is not None:
-            return self.chosen_by(candidate, key, problem, "tuned")
+            return self.chosen_by(candidate, key, "tuned")
         return self._unmeasured(query, "tuning gave no usable winner")
 
     def _later(self, query: Query) -> Choice:

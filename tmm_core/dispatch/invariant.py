@@ -300,7 +300,7 @@ class Invariance:
             for result in timed:
                 candidate = self._host.candidate(result, able, problem)
                 if candidate is not None and self._may_serve(candidate, problem, able, wanted):
-                    return self._host.chosen_by(candidate, key, problem, arithmetic=wanted)
+                    return self._host.chosen_by(candidate, key, arithmetic=wanted)
         if record is None:
             self._host.require_record(problem, edge, settings)
         offered = self._offered(problem, able).get(wanted)

@@ -197,14 +197,12 @@ class Lookup:
         self,
         candidate: Candidate,
         key: Problem,
-        problem: Problem,
         origin: Literal["cache", "tuned"] = "cache",
         arithmetic: str | None = None,
     ) -> Choice:
-        """Return the choice of a candidate for ``problem`` by the record of ``key``."""
+        """Return the choice of a candidate by the record of ``key``."""
         path = self.store.found(key.device.gpu, key.device.environment, key.to_json())
-        other = key if key.extent != problem.extent else None
-        return Choice(candidate, origin, str(path or "not stored"), other, arithmetic)
+        return Choice(candidate, origin, str(path or "not stored"), arithmetic)
 
     def require_record(self, problem: Problem, key: Problem, settings: Settings) -> None:
         """Refuse a problem without a record, if the store is locked or the settings require one.

@@ -53,8 +53,6 @@ class Choice:
     origin: Origin
     #: One line for ``explain()``: the record's file, the neighbour, or why tuning was forbidden.
     reason: str = ""
-    #: The problem of the record behind the choice, if it is not the requested one.
-    evidence: Problem | None = None
     #: In batch-invariant mode, the name of the arithmetic that serves all M of the weight.
     arithmetic: str | None = None
     #: Whether later calls may replay the choice. False if it only answers until a record is stored.
