@@ -912,7 +912,7 @@ def test_another_process_that_tunes_is_logged_once_a_minute(
     monkeypatch.setattr(answers, "time", SimpleNamespace(monotonic=lambda: now))
     d, _ = dispatcher(FakeBlas(), FakeKernel("fast"), root=tmp_path)
     instance = problem()
-    query = deferring.Query(instance, instance, settings(), d.able(instance, settings()), 0.0, None)
+    query = deferring.Query(instance, instance, settings(), d.able(instance, settings()), 0.0)
     for now, count in ((0.0, 1), (59.0, 1), (60.0, 2), (119.0, 2), (121.0, 3)):  # noqa: B007
         choice = d._meanwhile(query)
         assert (choice.reason, choice.lasting) == ("another process is tuning it", False)
@@ -1200,7 +1200,7 @@ def test_an_answer_is_kept_until_its_tuning_or_its_race_ends(m: int) -> None:
 def test_how_a_tuning_in_the_background_ended_is_remembered(error: Exception | None) -> None:
     d, later = deferred()
     instance = problem()
-    query = deferring.Query(instance, instance, LATER, [], 0.0, None)
+    query = deferring.Query(instance, instance, LATER, [], 0.0)
 
     def steps() -> Any:
         yield "waits"
@@ -1225,7 +1225,7 @@ def test_how_a_tuning_in_the_background_ended_is_remembered(error: Exception | N
 def test_there_is_no_race_without_a_record(tmp_path: Path) -> None:
     d, _ = dispatcher(FakeBlas(), root=tmp_path)
     instance = problem(m=50)
-    query = deferring.Query(instance, instance.at(64), settings(), [], 0.0, None)
+    query = deferring.Query(instance, instance.at(64), settings(), [], 0.0)
     assert list(d._racing(query, {})) == []
     assert d.record_of(instance.at(64)) is None
 
@@ -1235,7 +1235,7 @@ def test_who_races_is_verified_where_it_was_timed(tmp_path: Path) -> None:
     asked, edge, mine = problem(m=50), problem(m=64), settings()
     record = recorded(edge, result("blas", 220.0), result("fast", 200.0), result("bad", 190.0))
     d.quarantined["bad", edge] = "it was wrong"
-    query = deferring.Query(asked, edge, mine, d.able(asked, mine), 0.0, None)
+    query = deferring.Query(asked, edge, mine, d.able(asked, mine), 0.0)
     racing = d._racers(record, query)
     assert {index: c.kernel.name for index, c in racing.items()} == {0: "blas", 1: "fast"}
 
@@ -1283,7 +1283,7 @@ def test_which_calls_race_the_best_of_a_record(
         name = asked.bare(), mine
         if ended:
             d.ended[name] = ""
-        query = deferring.Query(asked, edge, mine, [], 0.0, None)
+        query = deferring.Query(asked, edge, mine, [], 0.0)
         races = racers >= 2 and on_record and origin != "heuristic" and m != 64 and not ended
         for _ in range(2):
             assert d.raced(query, choice) is not (races and mode == "background")
@@ -1386,7 +1386,7 @@ def test_a_record_without_all_kernels_answers_while_it_is_completed(
     if on_record:
         partial = recorded(asked, result("old", 5.0), result("blas", 9.0))
         d.store.save(DEVICE.gpu, DEVICE.environment, partial)
-    query = deferring.Query(asked, asked, LATER, d.able(asked, LATER), 0.0, None)
+    query = deferring.Query(asked, asked, LATER, d.able(asked, LATER), 0.0)
     if ended:
         d.ended[asked, LATER] = "tuning gave no usable winner"
     choice = d._later(query)
@@ -1418,7 +1418,7 @@ def test_where_blas_declines_an_interim_answer_is_a_guess(estimate: float | None
     blas.supports = Supports(devices=("cpu",), operands=())  # type: ignore[misc]
     d, _ = dispatcher(blas, FakeKernel("fast", estimate=estimate))
     instance = problem()
-    query = deferring.Query(instance, instance, settings(), d.able(instance, settings()), 0.0, None)
+    query = deferring.Query(instance, instance, settings(), d.able(instance, settings()), 0.0)
     if estimate is None:
         with pytest.raises(UnsupportedProblemError, match="no kernel serves"):
             d._for_now(query, "it is tuned")
@@ -1574,7 +1574,7 @@ def test_a_tuning_is_of_the_kernels_of_its_bucket_while_its_budget_lasts(
         return recorded(edge, result("blas", 9.0))
 
     monkeypatch.setattr(d, "_tuning" if mode == "background" else "_tune", tuning)
-    query = deferring.Query(asked, edge, mine, d.able(asked, mine), spent, None)
+    query = deferring.Query(asked, edge, mine, d.able(asked, mine), spent)
     usual = FakeKernel("usual")
     monkeypatch.setattr(d, "able", lambda key, settings: [*query.able, usual])
     (d._later if mode == "background" else d._tuned)(query)
@@ -1777,7 +1777,7 @@ def test_a_warning_that_is_an_error_passes_every_guard(
     own = Warns("w", {1: "one"})
     candidate = Candidate(own, FakeConfig())
     edge, mine = problem(m=64), settings()
-    query = deferring.Query(problem(m=50), edge, mine, d.able(edge, mine), 0.0, None)
+    query = deferring.Query(problem(m=50), edge, mine, d.able(edge, mine), 0.0)
     known = Choice(Candidate(query.able[0], FakeConfig()), "cache")
     for name in ("_tune", "_racing"):
         monkeypatch.setattr(d, name, warns)

@@ -206,8 +206,8 @@ ENVIRON = [
     Mutant(
         "alone-silent",
         "dispatch/dispatcher.py",
-        "            return self._alone(problem)\n        forbidden",
-        "            return self._fallback(problem, _ALONE)\n        forbidden",
+        "            return self._alone(problem)\n        query = Query",
+        "            return self._fallback(problem, _ALONE)\n        query = Query",
         "a machine without a compiler is never told of",
         (ENVIRONMENT,),
     ),

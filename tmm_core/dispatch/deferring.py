@@ -46,8 +46,6 @@ class Query:
     able: list[Kernel[Any]]
     #: Seconds of the tuning budget spent on finding these kernels.
     spent: float
-    #: Why nothing may be measured for the problem; None if measuring is allowed.
-    forbidden: str | None
 
 
 class Deferring(Measuring):

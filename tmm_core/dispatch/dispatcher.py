@@ -211,8 +211,7 @@ class Dispatcher(Deferring):
         # If BLAS declines too, its own error is raised.
         if all(kernel.name == BASELINE for kernel in able):
             return self._alone(problem)
-        forbidden = self.forbids_tuning(problem, settings)
-        query = Query(problem, key, settings, able, spent, forbidden)
+        query = Query(problem, key, settings, able, spent)
         # A record of the exact size takes precedence. It is looked up for each new shape, whereas
         # the bucket's choice is made once.
         if key.extent != problem.extent and (exact := self._recorded(query, problem.bare())):
@@ -220,6 +219,7 @@ class Dispatcher(Deferring):
         # A choice made during capture has fewer candidates, so it is not kept. A kept choice also
         # serves captures.
         kept = bucketed(replace(problem, capturing=False)), settings
+        forbidden = self.forbids_tuning(problem, settings)
         may_tune = forbidden is None
         choice = self._earlier(kept, able) or self._recorded(query, key, complete=may_tune)
         if choice is None and may_tune and settings.on_cache_miss == "background":
@@ -229,6 +229,10 @@ class Dispatcher(Deferring):
             with self._lock:
                 choice = self._earlier(kept, able) or self._recorded(query, key, complete=True)
                 choice = choice or self._tuned(query)
+        elif choice is None:
+            self.require_record(problem, key, settings)
+            if settings.on_cache_miss != "heuristic" or problem.capturing:
+                self.log_miss(key)
         choice = choice or self._unmeasured(query, forbidden or "")
         if choice.lasting and not problem.capturing:
             choices[kept] = choice
@@ -332,25 +336,15 @@ class Dispatcher(Deferring):
         try:
             choice = self._fallback(query.problem, why)
         except UnsupportedProblemError:
-            choice = self._untuned(query, why) or self._fallback(query.problem, why)
+            choice = self._unmeasured(query, why)
         return replace(choice, lasting=False)
 
     def _unmeasured(self, query: Query, why: str) -> Choice:
-        """Return the neighbour's choice, the heuristic's, or BLAS.
-
-        Raises:
-            CacheMissError: The settings require a record.
-        """
-        if query.forbidden is not None:
-            self.require_record(query.problem, query.key, query.settings)
-            if query.settings.on_cache_miss != "heuristic" or query.problem.capturing:
-                self.log_miss(query.key)
-        return self._untuned(query, why) or self._fallback(query.problem, why)
-
-    def _untuned(self, query: Query, why: str) -> Choice | None:
+        """Return the neighbour's choice, the heuristic's, or BLAS."""
         from tmm_core.dispatch import heuristic  # most processes find their problems on record
 
-        return heuristic.choose(self, self._neighbours, query.problem, query.able, why)
+        choice = heuristic.choose(self, self._neighbours, query.problem, query.able, why)
+        return choice or self._fallback(query.problem, why)
 
     def _alone(self, problem: Problem) -> Choice:
         """Return BLAS where every other kernel declines; warns if this machine cannot build Triton
