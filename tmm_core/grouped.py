@@ -7,7 +7,7 @@ import torch
 from tmm_core import compat, foreign, settings
 from tmm_core.errors import reraise
 from tmm_core.interop import autograd_state, fallbacks, grouped_operator, operator
-from tmm_core.interop.calls import interned_text, prepare_for, text_of
+from tmm_core.interop.calls import interned_text, prepare_for, traced_text_of
 from tmm_core.interop.declaration import cast_first
 from tmm_core.launch.check import addressable, check_tensors, number, strided
 from tmm_core.launch.grouped_call import check, fast_path_allowed, run
@@ -98,7 +98,7 @@ def grouped_matmul(
         alpha = number("grouped_matmul", alpha)
     call = GroupedArguments(
         a, b, offs,  # type: ignore[arg-type]  # None only for a batch
-        bias, residual, alpha, text_of(epilogue), out_dtype, a_index, out_index, out_weights,
+        bias, residual, alpha, traced_text_of(epilogue), out_dtype, a_index, out_index, out_weights,
         out_index is not None, scale_a, scale_b, out=out,
     )  # fmt: skip
     if offs is None:  # a batch of products, or ragged rows if each group has a bias

@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo
 import torch.nn.functional as F
 import triton
 from torch import nn
+from torch._dynamo.testing import CompileCounter
 
 import tmm_core
 from tmm_core import Epilogue, Port
@@ -112,6 +114,69 @@ def test_layers_and_graphs_take_them_too() -> None:
 
     w = torch.randn(4, 5)
     torch.testing.assert_close(compiled(x, w), 2 * F.silu(x @ w))
+
+
+class Multiple:
+    """An epilogue, and its closure variable."""
+
+    def __init__(self, factor: float) -> None:
+        def times(z: torch.Tensor) -> torch.Tensor:
+            return z * factor
+
+        def change(value: float) -> None:
+            nonlocal factor
+            factor = value
+
+        self.epilogue, self.change = Epilogue("times", times), change
+
+
+def product(kind: str, x: torch.Tensor, w: torch.Tensor, epilogue: Any) -> torch.Tensor:
+    if kind == "linear":
+        return tmm_core.linear(x, w.t(), epilogue=epilogue)
+    if kind == "batch":
+        return tmm_core.grouped_matmul(x[None], w[None], epilogue=epilogue)[0]
+    if kind == "grouped":
+        offs = torch.full((1,), len(x), dtype=torch.int32)
+        return tmm_core.grouped_matmul(x, w[None], offs=offs, epilogue=epilogue)
+    return tmm_core.matmul(x, w, epilogue=epilogue)
+
+
+@pytest.mark.parametrize("kind", ["matmul", "linear", "grouped", "batch"])
+@torch._dynamo.config.patch(recompile_limit=32)
+def test_a_compiled_call_is_compiled_again_for_another_epilogue(kind: str) -> None:
+    x, w = torch.randn(5, 8), torch.randn(8, 4)
+    z = x @ w
+    torch._dynamo.reset()
+    compiled = torch.compile(partial(product, kind), backend="eager", fullgraph=True)
+
+    def agrees(epilogue: Any, expected: torch.Tensor) -> None:
+        torch.testing.assert_close(compiled(x, w, epilogue), expected)
+
+    for factor in (2.0, 3.0, 2.0):
+        agrees(Multiple(factor).epilogue, z * factor)
+        agrees(["relu", Multiple(factor).epilogue], torch.relu(z) * factor)
+    variable = Multiple(4.0)
+    for factor in (4.0, 5.0, 6.0):
+        variable.change(factor)
+        agrees(variable.epilogue, z * factor)
+    leaky = nn.LeakyReLU()
+    for slope in (0.1, 0.3, 0.5):
+        leaky.negative_slope = slope
+        agrees(leaky, F.leaky_relu(z, slope))
+        agrees(("tanh", nn.LeakyReLU(slope)), F.leaky_relu(torch.tanh(z), slope))
+    for approximate in ("none", "tanh"):
+        agrees(nn.GELU(approximate), F.gelu(z, approximate=approximate))
+
+
+def test_equal_epilogues_share_a_compiled_graph() -> None:
+    x, w = torch.randn(5, 8), torch.randn(8, 4)
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    compiled = torch.compile(tmm_core.matmul, backend=counter, fullgraph=True)
+    for _ in range(3):
+        y = compiled(x, w, epilogue=Multiple(2.0).epilogue)
+        torch.testing.assert_close(y, 2 * (x @ w))
+    assert counter.frame_count == 1
 
 
 def tripled(z: torch.Tensor) -> torch.Tensor:

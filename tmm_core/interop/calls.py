@@ -3,14 +3,17 @@ constant, and registers the DTensor rules."""
 
 from __future__ import annotations
 
+import functools
 import importlib
+import inspect
 from typing import Any
 
 import torch
 
 from tmm_core import compat, dispatch
+from tmm_core.epilogues import SPELLINGS
 from tmm_core.launch.warm import epilogue_of
-from tmm_core.spec.epilogue import Epilogue, EpilogueLike
+from tmm_core.spec.epilogue import IDENTITY, Epilogue, EpilogueLike
 
 
 def text_of(epilogue: EpilogueLike) -> str:
@@ -22,8 +25,32 @@ def text_of(epilogue: EpilogueLike) -> str:
     return epilogue if isinstance(epilogue, str) else _parsed_text(epilogue)
 
 
+def traced_text_of(epilogue: EpilogueLike) -> str:
+    """Return :func:`text_of`. Torch.compile compiles a graph again for an epilogue with another
+    text: the text alone would be a constant of the graph, whatever it is computed from."""
+    if not torch.compiler.is_dynamo_compiling():
+        return text_of(epilogue)
+    if epilogue is None or isinstance(epilogue, str):
+        return epilogue or ""
+    # Torch guards the attributes whose values are read, and hash() needs numbers as they are.
+    if isinstance(epilogue, Epilogue):
+        hash(epilogue.traced)
+        for read in epilogue.readers:
+            value = read()
+            if isinstance(value, (int, float, str)):
+                hash(value)
+        return epilogue.interned()
+    if isinstance(epilogue, (list, tuple)):
+        return _chained(tuple([traced_text_of(each) for each in epilogue]))
+    for name in _arguments_of(epilogue):
+        hash(getattr(epilogue, name))
+    return _parsed_text(epilogue)
+
+
 def interned_text(epilogue: EpilogueLike) -> str:
     """Return :func:`text_of`, and store the epilogue so that no tracer enters the registry."""
+    if torch.compiler.is_dynamo_compiling():
+        return _parsed_text(traced_text_of(epilogue) or None)
     if isinstance(epilogue, Epilogue):
         return epilogue.interned()
     return _parsed_text(epilogue or None)
@@ -31,6 +58,16 @@ def interned_text(epilogue: EpilogueLike) -> str:
 
 def _parsed_text(epilogue: Any) -> str:
     return dispatch.default_dispatcher().registry.epilogue(epilogue).interned()
+
+
+def _chained(texts: tuple[str, ...]) -> str:
+    return functools.reduce(Epilogue.then, map(epilogue_of, texts), IDENTITY).interned()
+
+
+def _arguments_of(activation: Any) -> tuple[str, ...]:
+    """The attributes of torch's module of an activation on which the epilogue's text depends."""
+    spelling = SPELLINGS.get(type(activation))
+    return tuple(inspect.signature(spelling).parameters) if callable(spelling) else ()
 
 
 def has_outputs(text: str) -> bool:
@@ -45,6 +82,8 @@ def prepare_for(kind: type[torch.Tensor]) -> None:
 
 
 # See Epilogue.interned.
+_chained._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_arguments_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
 _parsed_text._dynamo_marked_constant = True  # type: ignore[attr-defined]
 has_outputs._dynamo_marked_constant = True  # type: ignore[attr-defined]
 prepare_for._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -24,7 +24,7 @@ import torch
 
 from tmm_core.errors import of_the_call, reraise, shown
 from tmm_core.spec.code import PROCESS
-from tmm_core.spec.identity import cells_of, frozen, identity, lasting_text
+from tmm_core.spec.identity import cells_of, frozen, identity, lasting_text, reader_of
 from tmm_core.spec.port import DTYPES, Port
 
 if TYPE_CHECKING:
@@ -101,6 +101,19 @@ class Epilogue:
     #: Whether it is built in. Tmm's version then determines its behaviour, so its name is its key.
     builtin: bool = field(default=False, repr=False)
 
+    if TYPE_CHECKING:
+        # Attributes that are no fields. Graphs of torch.compile, which cannot trace
+        # :meth:`interned`, are guarded by them.
+
+        @property
+        def traced(self) -> str:
+            """A text in which epilogues that compute something else differ in this process, with
+            the closure variables of the time when they were made."""
+
+        @property
+        def readers(self) -> tuple[Callable[[], Any], ...]:
+            """Functions that return the present closure variables."""
+
     def __post_init__(self) -> None:
         self.check_types()
         if not self.stages and not self.name.isidentifier():
@@ -117,6 +130,8 @@ class Epilogue:
             raise ValueError(f"interleaved epilogue {self.name!r} takes no derivative")
         if len({port.name for port in self.outputs}) < len(self.outputs):
             raise ValueError(f"epilogue {self.name!r} has two outputs of one name")
+        object.__setattr__(self, "traced", repr(self._identity()))
+        object.__setattr__(self, "readers", tuple(reader_of(cell) for cell, _ in self._cells()))
 
     def check_types(self) -> None:
         """Check the types of all fields but the parameters. A flag that is a tensor would make
@@ -214,8 +229,7 @@ class Epilogue:
     def _frozen(self) -> tuple[Epilogue, list[tuple[Any, Any]]]:
         """A copy of this epilogue with its present closure variables, and these variables. Plans
         outlive calls, and equal epilogues share plans."""
-        stages = self.chain
-        cells = [cell for stage in stages for each in stage._functions for cell in cells_of(each)]
+        stages, cells = self.chain, self._cells()
         if not cells:
             return self, cells
         copies = []
@@ -228,6 +242,11 @@ class Epilogue:
             fields = {name: frozen(getattr(stage, name)) for name in names}
             copies.append(replace(stage, outputs=outputs, **fields))
         return functools.reduce(Epilogue.then, copies), cells
+
+    def _cells(self) -> list[tuple[Any, Any]]:
+        """The closure variables of all functions, with their present values."""
+        each = (function for stage in self.chain for function in stage._functions)
+        return [cell for function in each for cell in cells_of(function)]
 
     @cached_property
     def _text(self) -> str:

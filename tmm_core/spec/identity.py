@@ -67,6 +67,17 @@ def cells_of(function: Any) -> list[tuple[CellType, Any]]:
     return [(cell, cell.cell_contents) for cell in cells]
 
 
+def reader_of(cell: CellType) -> Any:
+    """Return a function that returns the variable in ``cell``. Torch.compile guards a graph by the
+    variables of the functions that it traces, but not by cells that they read."""
+    variable = None
+
+    def read() -> Any:
+        return variable
+
+    return FunctionType(read.__code__, globals(), "read", None, (cell,))
+
+
 def frozen(function: Any) -> Any:
     """Return a copy of a function that keeps the present values of its closure variables."""
     if not cells_of(function):
