@@ -7,10 +7,10 @@ them.
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import random
-import sys
 import time
 from dataclasses import replace
 from statistics import geometric_mean
@@ -110,4 +110,7 @@ def summarize(tile: str, rows: list[dict[str, Any]]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], float(sys.argv[2]) if len(sys.argv) > 2 else 120.0)
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("out", help="where the JSON goes")
+    parser.add_argument("seconds", type=float, nargs="?", default=120.0, help="120 by default")
+    main(**vars(parser.parse_args()))

@@ -8,6 +8,7 @@ on a GPU.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -66,6 +67,7 @@ exit 127
 
 
 def main() -> int:
+    argparse.ArgumentParser(description=__doc__).parse_args()
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="broken-toolchain-") as folder:
         failures = run(Path(folder))

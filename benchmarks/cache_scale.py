@@ -7,6 +7,7 @@ processes share the cores, as the load average shows, compare the seconds of CPU
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import math
 import os
@@ -104,7 +105,9 @@ def first_miss(root: Path) -> None:
 
 
 def main() -> None:
-    count = int(sys.argv[1]) if len(sys.argv) > 1 else 10_000
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("records", type=int, nargs="?", default=10_000, help="10000 by default")
+    count = parser.parse_args().records
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder, "root")
         os.environ |= {"TMM_CACHE_DIR": str(root), "TMM_SHIPPED_RECORDS": "0"}

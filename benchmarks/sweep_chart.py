@@ -5,7 +5,7 @@ python benchmarks/sweep_chart.py benchmarks/results/h200 OUT.png
 
 from __future__ import annotations
 
-import sys
+import argparse
 from pathlib import Path
 
 from matplotlib.figure import Figure
@@ -33,4 +33,7 @@ def main(folder: Path, out: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(*map(Path, sys.argv[1:3]))
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path, help="the results of a GPU")
+    parser.add_argument("out", type=Path, help="where the image goes")
+    main(**vars(parser.parse_args()))
