@@ -13,6 +13,7 @@ import os
 import random
 import subprocess
 import sys
+import time
 import types
 import warnings
 from collections.abc import Callable, Iterator
@@ -33,6 +34,7 @@ from tmm_core.launch import warm
 from tmm_core.registry.registry import Registry
 from tmm_core.spec.device import fingerprint
 from tmm_core.spec.steps import Steps
+from tmm_core.tuning import candidate_launchers
 from tmm_core.tuning.stages import Tuning
 from tmm_core.tuning.tuner import Tuner
 
@@ -650,6 +652,30 @@ def test_a_bind_changes_nothing_else(name: str, others_are_believed: None) -> No
     assert names_it(message)
     assert "bind changed" in message
     assert tmm_core.plan(A, B).kernel == "good"
+
+
+@pytest.mark.parametrize(("turn", "together"), [(60.0, False), (0.01, True)])
+def test_binds_of_plugins_take_turns_unless_one_is_slow(
+    turn: float, together: bool, others_are_believed: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two that were watched at one time restored each other's changes: a default dtype stayed."""
+    monkeypatch.setattr(candidate_launchers, "TURN", turn)
+    inside: list[object] = []
+    counts: list[int] = []
+
+    class Binding(FakeKernel):
+        def bind(self, problem: Any, config: Any) -> Any:
+            inside.append(self)
+            time.sleep(0.1)
+            counts.append(len(inside))
+            inside.remove(self)
+            return super().bind(problem, config)
+
+    names = ("bad", "worse", "worst")
+    made = install(lambda: plugin(*(Binding(name, estimate=1.0) for name in names)))
+    made.tuner.workers = 3
+    assert is_right()
+    assert (max(counts) > 1) is together
 
 
 def test_a_config_without_a_text_is_explained() -> None:

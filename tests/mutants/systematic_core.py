@@ -327,6 +327,11 @@ SYSTEMATIC_CORE = [
            "            if self.deadline.passed:\n                raise",
            "a small budget leaves no time of BLAS",
            (f"{STAGES}::test_compiled_candidates_are_bound_and_after_the_deadline_only_blas",)),
+    Mutant("binds-watched-at-once", "tuning/candidate_launchers.py",
+           "alone = self._watching.acquire(timeout=TURN)", "alone = False",
+           "a default dtype that a bind set stays",
+           ("tests/core/test_hostile_plugins.py::"
+            "test_binds_of_plugins_take_turns_unless_one_is_slow",)),
     Mutant("tree-compiling", "tuning/candidate_launchers.py",
            "return [compiled for compiled in self._waiting.values() if not compiled.done()]",
            "return [compiled for compiled in self._waiting.values() if compiled.done()]",
