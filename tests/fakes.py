@@ -230,7 +230,7 @@ class Tuner(tuner.Tuner):
         **options: Any,
     ) -> Any:
         new = unmeasured(problem, kernels, before) if new is None else new
-        given = {**options, "new": new, "findings": findings or Findings(problem)}
+        given = {**options, "new": new, "findings": findings or Findings()}
         return super().steps(problem, kernels, settings, before, **given)
 
     def tune(self, *arguments: Any, **options: Any) -> TuningRecord:

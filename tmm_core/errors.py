@@ -122,7 +122,7 @@ def _guarded(function: Callable[[Any], str], thing: object, failed: str, most: i
 _faults: set[str] = set()
 
 
-def warn_of_plugin(source: Any, message: str, place: str = "") -> None:
+def warn_of_plugin(source: Any, message: str, place: str = "", more: int = 0) -> None:
     """Issue the one warning of this process about a distribution; its later faults are not
     reported.
 
@@ -133,6 +133,7 @@ def warn_of_plugin(source: Any, message: str, place: str = "") -> None:
             (:class:`tmm_core.registry.registry.Source`).
         message: The first fault: kernel and reason.
         place: File and line of its exception.
+        more: Further faults of the same distribution, known already.
     """
     key = source.distribution or source.plugin
     if key in _faults:
@@ -140,4 +141,5 @@ def warn_of_plugin(source: Any, message: str, place: str = "") -> None:
     _faults.add(key)
     place = f" ({place})" if place and place not in message else ""
     origin = "" if str(source) in message else f"{source}: "
-    warn(f"{origin}{message}{place}; later faults of it are not reported: see `tmm doctor`")
+    count = f"; {more} more faults of it" if more else "; later faults of it are not reported"
+    warn(f"{origin}{message}{place}{count}: see `tmm doctor`")

@@ -311,7 +311,7 @@ def test_verdicts_are_of_kernels() -> None:
     ],
 )  # fmt: skip
 def test_the_gravest_cause_of_a_kernel_is_kept(first: Any, second: Any, kept: str) -> None:
-    found, kernel = Findings(problem()), FakeKernel("k")
+    found, kernel = Findings(), FakeKernel("k")
     found.leave(kernel, Left(first, "1"))
     found.leave(kernel, Left(second, "2"))
     assert found.left[("k", "1")].cause == kept

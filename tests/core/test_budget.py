@@ -118,7 +118,7 @@ def test_the_first_candidates_are_tried_whatever_the_time(monkeypatch: pytest.Mo
             time.sleep(0.25)
             return super().measure(runs, rounds, **chain)
 
-    found = Findings(problem())
+    found = Findings()
     kernels = [FakeKernel(f"k.{number}", estimate=1.0 + number) for number in range(6)]
     record = Tuner(Late({"blas": 10.0})).tune(
         problem(), [FakeBlas(), *kernels], settings(tune_budget=0.2), findings=found
@@ -138,7 +138,7 @@ def test_after_the_deadline_nothing_but_blas_is_asked() -> None:
 
 def test_the_budget_that_finding_the_kernels_took_is_spent() -> None:
     kernels = [FakeBlas(), FakeKernel("k")]
-    found = Findings(problem())
+    found = Findings()
     record = Tuner(FakeTimer({"blas": 10.0})).tune(
         problem(), kernels, settings(tune_budget=5.0), findings=found, spent=5.1
     )

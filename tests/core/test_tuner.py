@@ -191,7 +191,7 @@ def test_hanging_binds_cost_one_limit_and_no_other_candidate(
     good = FakeKernel("good", tiles=(1, 2))
     timer = FakeTimer({"good": 5.0, "blas": 10.0})
     started = time.monotonic()
-    found = Findings(problem())
+    found = Findings()
     kernels = [FakeBlas(), hangs, good]
     record = Tuner(timer, workers).tune(problem(), kernels, settings(), findings=found)
     hangs.release.set()
@@ -200,7 +200,8 @@ def test_hanging_binds_cost_one_limit_and_no_other_candidate(
     # A limit of time is no verdict, and whoever wrote the kernel should know of it.
     assert {c.kernel for c in record.candidates} == {"blas", "good"}
     assert found.left["a.hangs", "1"].cause == "hung"
-    assert "did not bind within 0.4 s (" in found.faults[Source("a.hangs")]
+    reasons = [fault.reason.partition(" (")[0] for fault in found.faults[Source("a.hangs")]]
+    assert reasons == ["did not bind within 0.4 s"] * 20
 
 
 def test_a_bind_that_hangs_inside_the_bucket_costs_the_time_there(

@@ -214,12 +214,12 @@ def test_a_distribution_is_warned_of_once(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(errors, "warn", messages.append)
     errors.warn_of_plugin(Of("one", "both"), "kernel k failed")
     errors.warn_of_plugin(Of("two", "both"), "kernel l failed")
-    errors.warn_of_plugin(Of("one", "other"), "plugin one: failed", "file.py:3")
+    errors.warn_of_plugin(Of("one", "other"), "plugin one: failed", "file.py:3", more=2)
     errors.warn_of_plugin(Of("three", ""), "failed in file.py:3", "file.py:3")
     errors.warn_of_plugin(Of("three", ""), "again")
     assert messages == [
         "plugin one: kernel k failed; later faults of it are not reported: see `tmm doctor`",
-        "plugin one: failed (file.py:3); later faults of it are not reported: see `tmm doctor`",
+        "plugin one: failed (file.py:3); 2 more faults of it: see `tmm doctor`",
         "plugin three: failed in file.py:3; later faults of it are not reported: see `tmm doctor`",
     ]
 

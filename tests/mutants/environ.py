@@ -166,7 +166,7 @@ ENVIRON = [
     Mutant(
         "warned-before-saved",
         "dispatch/measuring.py",
-        "        findings.report()\n        return record\n",
+        "        findings.report(key)\n        return record\n",
         "        return record\n",
         "a plugin that is wrong is never named",
         (ENVIRONMENT,),

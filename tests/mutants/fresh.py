@@ -545,6 +545,12 @@ FRESH = [
            "a registered kernel's config is not checked when it is read",
            ("tests/core/test_boundaries_registry.py::"
             "test_a_registered_kernels_config_is_checked_when_it_is_read",)),
+    Mutant("fresh-warnings-of-a-distribution", "registry/registry.py",
+           "if fault.source.distribution != first.source.distribution",
+           "if fault.source.plugin != first.source.plugin",
+           "the warning about a distribution does not count its other plugins",
+           ("tests/core/test_boundaries_registry.py::"
+            "test_one_warning_counts_the_faults_of_a_distribution",)),
     Mutant("fresh-passing-answers-without-end", "interop/aten_answers.py",
            "warm.keep(passing, key, answer, drops)", "passing[key] = answer",
            "answers for now are kept without end",

@@ -155,7 +155,7 @@ class Measuring(Lookup):
         Args:
             spent: Seconds of the budget spent on finding the kernels.
         """
-        findings, able = Findings(key), self._with_baseline(key, able)
+        findings, able = Findings(), self._with_baseline(key, able)
         # The previous holder of the lock may have stored the record.
         kept = None if force else self.record_of(key)
         hints = self.hints(key) if kept is None else NO_HINTS
@@ -169,7 +169,7 @@ class Measuring(Lookup):
             if findings.verified:
                 self.stamp_winner(key, record)
             self.untried.note(key, findings.tried, findings.left)
-        findings.report()
+        findings.report(key)
         return record
 
     def stamp_winner(self, key: Problem, record: TuningRecord) -> None:

@@ -239,16 +239,24 @@ class Registry:
             self._loading = outer
 
     def _report(self) -> None:
-        """Warn of unreported faults, once for each distribution."""
+        """Warn once of each distribution with unreported faults, and of how many there are."""
         while True:
             with self.loading_lock:
                 if not self._unreported:
                     return
+                first = self._unreported[0]
+                # Without a distribution, plugins cannot be distinguished by their installation.
+                rest = [
+                    fault
+                    for fault in self._unreported
+                    if fault.source.distribution != first.source.distribution
+                ]
+                more = len(self._unreported) - len(rest) - 1
                 # State first: under `-W error` the warning raises, and the next call goes on here.
-                fault = self._unreported.pop(0)
-            used = any(kernel.source == fault.source for kernel in self._kernels.values())
-            message = f"{fault.source} is {'partly' if used else 'not'} used: {fault.reason}"
-            warn_of_plugin(fault.source, message, fault.place)
+                self._unreported = rest
+            used = any(kernel.source == first.source for kernel in self._kernels.values())
+            message = f"{first.source} is {'partly' if used else 'not'} used: {first.reason}"
+            warn_of_plugin(first.source, message, first.place, more)
 
     def _load(self, source: Source, entry_point: importlib.metadata.EntryPoint) -> None:
         if source.plugin in self._deny:

@@ -30,19 +30,26 @@ _SHOWN = 400
 _warned: set[str] = set()
 
 
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """A fault of a kernel's own code."""
+
+    kernel: str
+    #: The reason, with the file and line that raised.
+    reason: str
+
+
 @dataclass(eq=False)
 class Findings:
     """The findings of one tuning."""
 
-    #: The problem that is tuned.
-    about: object
     #: The kernels to be tried, and the kernels among them that the environment left untried.
     tried: set[Able] = field(default_factory=set)
     left: dict[Able, Left] = field(default_factory=dict)
     #: The untried kernels that were set aside, with a warning.
     reported: set[Able] = field(default_factory=set)
-    #: The first fault of each source's kernels.
-    faults: dict[Source, str] = field(default_factory=dict)
+    #: Faults by the kernels' sources, which warnings name.
+    faults: dict[Any, list[Fault]] = field(default_factory=dict)
     #: Whether the record's winner was verified in every way of use.
     verified: bool = False
 
@@ -55,17 +62,19 @@ class Findings:
             self.reported.add(name)
 
     def blame(self, kernel: Kernel[Any], reason: str, raised: BaseException | None = None) -> None:
-        """Note a fault of a kernel's own code, with the file and line that raised."""
+        """Note a fault of a kernel's own code."""
         source = kernel.source if isinstance(kernel, CheckedKernel) else Source(kernel.name)
-        why = placed(kernel, reason, raised)
-        self.faults.setdefault(source, f"kernel {kernel.name} failed in tuning {self.about}: {why}")
+        fault = Fault(kernel.name, placed(kernel, reason, raised))
+        self.faults.setdefault(source, []).append(fault)
 
-    def report(self) -> None:
+    def report(self, about: object) -> None:
         """Issue one warning about the environment and one per distribution, once per process."""
         left = {name: why for name, why in self.left.items() if name not in self.reported}
-        warn_of_environment(left, self.about)
-        for source, fault in self.faults.items():
-            warn_of_plugin(source, fault)
+        warn_of_environment(left, about)
+        for source, faults in self.faults.items():
+            first = faults[0]
+            message = f"kernel {first.kernel} failed in tuning {about}: {first.reason}"
+            warn_of_plugin(source, message, more=len(faults) - 1)
 
 
 def placed(kernel: Kernel[Any], reason: str, raised: BaseException | None) -> str:

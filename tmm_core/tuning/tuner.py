@@ -150,7 +150,7 @@ class Tuner:
         bucket; returns the record with these times. A candidate that is wrong there does not
         win."""
         deadline = Deadline(time.monotonic() + settings.tune_budget)
-        tuning = self._tuning(key, settings, deadline, Findings(key), {})
+        tuning = self._tuning(key, settings, deadline, Findings(), {})
         runs = {index: CandidateRun(candidate) for index, candidate in candidates.items()}
         for run in runs.values():
             run.status = "ok"
