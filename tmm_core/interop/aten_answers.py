@@ -107,7 +107,7 @@ class Operator:
         passed: Calls that torch's kernel answered.
         slowed: Calls among them whose limit was the host, and that waited for no choice.
         saved_us: GPU time that kernels saved while the GPU was the limit.
-        declined: Why the forced kernel last declined a call.
+        declined: Why a forced kernel, or one with a record, last did not answer a call.
         library: Holds the registration of the operator's entry; None: it is not registered.
         left: Why the operator is no longer answered; empty while it is.
     """
@@ -215,6 +215,8 @@ class Operator:
         plan = warm.make_plan(call, warm.epilogue_of(""), current, self._pose, waits=False)
         lasting, capturing = plan.choice.lasting, plan.problem.capturing
         saved_us = _saved_us(plan)
+        if saved_us is None and plan.kernel != BASELINE:
+            self.declined = f"torch answers {plan.problem}: {plan.kernel} loses in steady state"
         if saved_us is None and (lasting or capturing):
             return THROUGH if capturing else _keep_for_good(key, drops)
         if saved_us is None:

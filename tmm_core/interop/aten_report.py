@@ -76,7 +76,8 @@ class OperatorReport:
         host_us: µs of host time added to a call that torch answers; None: not measured, because
             it delayed too few calls.
         left: Why the operator was left to torch; empty if it was not.
-        declined: Why a forced kernel did not answer a call; empty if it answered all.
+        declined: Why a forced kernel, or one with a record, did not answer a call; empty if they
+            answered all.
     """
 
     name: str
