@@ -155,6 +155,8 @@ def test_a_compiled_call_is_compiled_again_for_another_epilogue(kind: str) -> No
     for factor in (2.0, 3.0, 2.0):
         agrees(Multiple(factor).epilogue, z * factor)
         agrees(["relu", Multiple(factor).epilogue], torch.relu(z) * factor)
+    for cap in (2.0, 3.0):
+        agrees(EPILOGUES["softcap"].with_parameters(cap), cap * torch.tanh(z / cap))
     variable = Multiple(4.0)
     for factor in (4.0, 5.0, 6.0):
         variable.change(factor)
