@@ -85,6 +85,63 @@ def test_a_setting_of_the_main_thread_stays() -> None:
         torch.set_default_dtype(torch.float32)
 
 
+def binding_beside(call: Callable[[], Any]) -> tuple[list[str], Any]:
+    """What the bind of another thread changed, and the result of ``call``, which runs meanwhile."""
+    began = threading.Event()
+
+    def bind() -> None:
+        torch.set_default_dtype(torch.float64)
+        began.set()
+        time.sleep(0.05)
+
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            bound = pool.submit(process_state.watched, bind, CPU)
+            began.wait()
+            result = call()
+            changed = bound.result()[1]
+        assert torch.get_default_dtype() is torch.float32
+        return changed, result
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_a_launch_is_not_taken_for_the_bind_of_another_thread() -> None:
+    """A kernel is verified at its first use while another one is bound for a tuning in the
+    background."""
+    found = binding_beside(lambda: process_state.watched(lambda: time.sleep(0.06), CPU)[1])
+    assert found == (["torch's default dtype"], [])
+
+
+def test_a_launch_waits_once_for_a_bind_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What changes beside it is not taken for its own."""
+    monkeypatch.setattr(process_state, "TURN", 0.01)
+    left = threading.Event()
+
+    def bind() -> None:
+        left.wait()
+        torch.set_default_dtype(torch.float64)
+
+    turns = process_state._turns
+    with ThreadPoolExecutor(1) as pool:
+        binding = pool.submit(process_state.watched, bind, CPU)
+        try:
+            while not turns._running:
+                time.sleep(1e-3)
+            (slow,) = turns._running
+            with turns.turn() as turn:
+                state = process_state.State(CPU)
+                assert slow.is_slow
+                assert slow.beside_another
+                assert state.is_shared("torch's default dtype", turn.beside_another)
+        finally:
+            left.set()
+        assert binding.result()[1] == ["torch's default dtype"]
+    assert torch.get_default_dtype() is torch.float32
+    with turns.turn() as turn:
+        assert not turn.beside_another
+
+
 @pytest.mark.parametrize(
     ("name", "change"),
     [

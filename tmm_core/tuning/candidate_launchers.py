@@ -34,8 +34,6 @@ from tmm_core.verify.forms import WrongError
 BIND_LIMIT = 60.0
 #: Seconds after which a candidate no longer occupies a worker slot.
 STALLED = 5.0
-#: Seconds for which a plugin's ``bind`` waits for another one to return.
-TURN = 1.0
 #: Maximum number of stalled threads; above it no further threads are started.
 _MOST_STALLED = 16
 
@@ -91,8 +89,6 @@ class CandidateLaunchers:
         self._binding: dict[CompileJob, tuple[float, Future[Outcome]]] = {}
         self._outcomes: dict[CompileJob, Outcome] = {}
         self._stalled = min(STALLED, BIND_LIMIT / 8)
-        #: Held while a plugin's ``bind`` is watched.
-        self._watching = threading.Lock()
 
     # -- compiling -------------------------------------------------------------------------
 
@@ -233,25 +229,20 @@ class CandidateLaunchers:
             problem, candidate = job
             if self.deadline.passed and candidate.kernel.name != BASELINE:
                 raise CancelledError
-            return self._launcher(problem, candidate)
+            return _launcher(problem, candidate, self._device)
         except CancelledError:
             return TimeoutError(BUDGET_ENDED)
         except BaseException as error:  # compilers raise SystemExit and worse
             return error
 
-    def _launcher(self, problem: Problem, candidate: Candidate) -> Launcher:
-        """Bind a candidate. A plugin's code is watched, as its launches are; one at a time, since
-        two that restore the process's state would undo each other's work."""
-        kernel = candidate.kernel
-        bind = functools.partial(kernel.bind, problem, candidate.config)
-        if not isinstance(kernel, CheckedKernel) or kernel.source.is_ours:
-            return bind()
-        alone = self._watching.acquire(timeout=TURN)  # the other one may hang
-        try:
-            launcher, changed = process_state.watched(bind, self._device)
-        finally:
-            if alone:
-                self._watching.release()
-        if changed:
-            raise WrongError(f"bind changed {' and '.join(changed)}")
-        return launcher
+
+def _launcher(problem: Problem, candidate: Candidate, device: torch.device) -> Launcher:
+    """Bind a candidate. A plugin's code is watched, as its launches are."""
+    kernel = candidate.kernel
+    bind = functools.partial(kernel.bind, problem, candidate.config)
+    if not isinstance(kernel, CheckedKernel) or kernel.source.is_ours:
+        return bind()
+    launcher, changed = process_state.watched(bind, device)
+    if changed:
+        raise WrongError(f"bind changed {' and '.join(changed)}")
+    return launcher

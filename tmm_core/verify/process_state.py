@@ -19,7 +19,8 @@ import threading
 import time
 import types
 import warnings
-from collections.abc import Callable, Iterable, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
@@ -41,6 +42,8 @@ _matmul = cuda.matmul
 #: between two looks. Another thread may get no processor for some milliseconds; a launch takes
 #: less.
 _IDLE, _BETWEEN_LOOKS = 0.1, 2e-3
+#: Maximum seconds for which a call waits until other threads' watched calls have returned.
+TURN = 1.0
 
 
 #: Who may change a piece of state besides a launch. ``thread``: no other thread. ``main``: the main
@@ -443,6 +446,55 @@ ON_CUDA: dict[str, Piece] = {
 }
 
 
+class _Watched:
+    """A call that is being watched."""
+
+    def __init__(self) -> None:
+        #: Whether another one was watched at the same time.
+        self.beside_another = False
+        #: Whether another one waited for it in vain; no further one does.
+        self.is_slow = False
+
+
+class _Turns:
+    """Lets one call be watched at a time: two that restore the process's state undo each other's
+    work, and take the other's changes for their own. A slow call is not waited for."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._running: set[_Watched] = set()
+
+    @contextmanager
+    def turn(self) -> Iterator[_Watched]:
+        """A context in which a call is watched."""
+        own = _Watched()
+        try:
+            with self._changed:
+                self._changed.wait_for(lambda: all(each.is_slow for each in self._running), TURN)
+                own.beside_another = bool(self._running)
+                for other in self._running:
+                    other.is_slow = other.beside_another = True
+                self._running.add(own)
+            yield own
+        finally:
+            with self._changed:
+                self._running.discard(own)
+                self._changed.notify_all()
+
+
+_turns = _Turns()
+
+
+def _after_fork() -> None:
+    """Forget calls of the parent process's other threads."""
+    global _turns
+    _turns = _Turns()
+
+
+if hasattr(os, "register_at_fork"):  # absent on Windows
+    os.register_at_fork(after_in_child=_after_fork)
+
+
 class State:
     """The state of this process and thread at one time."""
 
@@ -471,10 +523,15 @@ class State:
             if write is not None and not (self._beside_main and owner == "generator"):
                 write(self._values[name])
 
-    def is_shared(self, name: str) -> bool:
-        """Whether another thread may have changed this piece."""
+    def is_shared(self, name: str, beside_another: bool = False) -> bool:
+        """Whether another thread may have changed this piece.
+
+        Args:
+            beside_another: Another thread runs a plugin's code.
+        """
         owner = self._pieces[name].owner
-        return owner in ("any", "generator") or (owner == "main" and self._beside_main)
+        others = self._beside_main or beside_another
+        return owner in ("any", "generator") or (owner == "main" and others)
 
 
 def watched(call: Callable[[], T], device: torch.device) -> tuple[T, list[str]]:
@@ -484,13 +541,20 @@ def watched(call: Callable[[], T], device: torch.device) -> tuple[T, list[str]]:
     Another thread may have changed state that threads share. So a change of shared state counts
     only if two further calls repeat it, and if it does not happen while this thread waits.
     Otherwise it is not undone.
+
+    One call is watched at a time, unless another one takes more than :data:`TURN` seconds.
     """
+    with _turns.turn() as turn:
+        return _watched(call, device, turn)
+
+
+def _watched(call: Callable[[], T], device: torch.device, turn: _Watched) -> tuple[T, list[str]]:
     before = State(device)
     result = call()
     if not (changed := before.changed()):
         return result, []
-    own = [name for name in changed if not before.is_shared(name)]
-    suspects = [name for name in changed if before.is_shared(name)]
+    suspects = [name for name in changed if before.is_shared(name, turn.beside_another)]
+    own = [name for name in changed if name not in suspects]
     before.restore(own)
     for _ in range(2):
         if not (suspects := _unchanged_while_waiting(suspects, device)):
