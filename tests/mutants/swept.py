@@ -451,7 +451,7 @@ SWEPT = [
            "what another thread changed during a launch is taken back",
            ("tests/core/test_process_state.py",)),
     Mutant("swept-others-settings", "verify/process_state.py",
-           'owner in ("any", "generator") or (owner == "main" and self._beside_main)',
+           'owner in ("any", "generator") or (owner == "main" and others)',
            'owner in ("any", "generator")',
            "a setting that the main thread makes during another thread's launch is taken back",
            ("tests/core/test_process_state.py",)),
