@@ -18,6 +18,7 @@ from tmm_cache import CacheStore
 
 from tmm_core import TmmWarning, errors
 from tmm_core.dispatch.dispatcher import Dispatcher
+from tmm_core.launch import warm
 from tmm_core.registry.registry import Registry
 from tmm_core.tuning import findings
 from tmm_core.tuning.tuner import Tuner
@@ -63,9 +64,17 @@ def test_a_kernel_that_came_later_is_timed(process: Process) -> None:
 def test_a_kernel_registered_by_hand_is_timed(process: Process) -> None:
     process(FakeKernel("k"), k=9.0).choose(PROBLEM, settings())
     dispatcher = process(FakeKernel("k"), k=9.0, new=1.0)
-    dispatcher.choose(PROBLEM, settings())
+    current = settings()  # one object, as for two calls of a program
+    dispatcher.choose(PROBLEM, current)
     dispatcher.registry.register(fakes.plugin(FakeKernel("new")), "new")
-    assert dispatcher.choose(PROBLEM, settings()).candidate.kernel.name == "new"
+    assert dispatcher.choose(PROBLEM, current).candidate.kernel.name == "new"
+
+
+def test_plans_from_before_a_registration_are_dropped(process: Process) -> None:
+    """A notebook registers a plugin for a product that it has computed."""
+    dispatcher, before = process(), warm.drops
+    dispatcher.registry.register(fakes.plugin(FakeKernel("new")), "new")
+    assert warm.drops > before
 
 
 COLD = """

@@ -69,6 +69,8 @@ class Dispatcher(Deferring):
         super().__init__(registry, tuner, store)
         #: Choices by the bucket's problem, with the caller's requirements, and by settings.
         self._choices: dict[tuple[Problem, Settings], Choice] = {}
+        #: :attr:`Registry.registered` when choices were last forgotten for it.
+        self._registered = registry.registered
         #: When this process last logged that another one is tuning.
         self._logged = -LOG_INTERVAL
 
@@ -173,6 +175,9 @@ class Dispatcher(Deferring):
                 config is not usable.
             CacheMissError: ``on_cache_miss="error"`` and no record.
         """
+        if (registered := self.registry.registered) != self._registered:
+            self._forget()
+            self._registered = registered  # last: until then other threads forget, too
         if unknown := self.registry.unknown_names(settings):
             self.warn_once("; ".join(unknown))
         if settings.kernel is not None:

@@ -33,6 +33,7 @@ from tmm_core.errors import (
     warn_of_plugin,
 )
 from tmm_core.formats import Format
+from tmm_core.launch import warm
 from tmm_core.launch.collector import collector_off
 from tmm_core.registry.hooks import HOOKS, Hooks
 from tmm_core.registry.query import CheckedKernel
@@ -136,6 +137,8 @@ class Registry:
         #: Names of all installed plugins, in use or not.
         self._installed: set[str] = set()
         self._loaded = self._loading = False
+        #: The number of plugins that were registered by hand; choices follow from it.
+        self.registered = 0
         self.loading_lock = threading.RLock()
 
     @classmethod
@@ -156,7 +159,8 @@ class Registry:
     # -- loading ---------------------------------------------------------------------
 
     def register(self, plugin: object, name: str | None = None) -> None:
-        """Add a plugin explicitly: a module or object with tmm's hooks.
+        """Add a plugin explicitly: a module or object with tmm's hooks. Calls that follow choose
+        anew, with its kernels.
 
         Raises:
             PluginError: Its hooks do not match the specs, or return unusable objects.
@@ -169,6 +173,8 @@ class Registry:
                 self._call_hooks([plugin] if self._take(plugin, source) else [])
             found = self._faults[before:]
             self._unreported += [fault for fault in found if fault.source != source]
+            self.registered += 1
+        warm.forget_plans()
         self._report()
         for fault in found:
             if fault.source == source:
