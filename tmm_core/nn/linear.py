@@ -27,7 +27,8 @@ class Linear(ProductLayer, nn.Linear):
         in_features, out_features, bias, device, dtype: As ``torch.nn.Linear``. With a gated
             epilogue ``out_features`` counts both halves, gate rows first, and the output is
             half as wide.
-        epilogue: As for :func:`tmm_core.matmul`. An attribute too: assign to change it.
+        epilogue: As for :func:`tmm_core.matmul`. An attribute too: assign to change it. The closure
+            variables of its functions count as they are when it is assigned.
 
     Shapes:
         ``[..., in_features]`` to ``[..., out_features]``; weight ``[out_features,
