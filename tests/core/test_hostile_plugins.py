@@ -19,7 +19,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from enum import IntEnum
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -186,9 +186,23 @@ class Wide(FakeConfig):
 class Turncoat(FakeConfig):
     """A config that can be stored when it is checked, and not afterwards."""
 
+    #: How often it can be read as it is.
+    reads: ClassVar = 3
+
     def to_json(self) -> dict[str, Any]:
         calls.append(1)
-        return {"tile": self.tile if len(calls) < 4 else 2**70}
+        return {"tile": self.tile if len(calls) <= self.reads else self.after()}
+
+    def after(self) -> Any:
+        return 2**70
+
+
+@dataclass(frozen=True, kw_only=True)
+class Silenced(Turncoat):
+    """It cannot be read afterwards."""
+
+    def after(self) -> Any:
+        raise ValueError("later")
 
 
 calls: list[int] = []
@@ -588,16 +602,22 @@ def test_it_costs_itself_and_one_warning(behaviour: str, others_are_believed: No
     assert torch.equal(before[2], after[2])
 
 
-def test_a_config_that_changes_costs_one_warning(others_are_believed: None) -> None:
-    """Records have the fields that its candidate had. They are checked where they are read."""
-    install(lambda: plugin(bad_kernel("configs", lambda *_: [Turncoat()])))
+@pytest.mark.parametrize("reads", range(1, 12))
+@pytest.mark.parametrize("kind", [Turncoat, Silenced])
+def test_a_config_that_changes_costs_its_kernel_at_most(
+    kind: type[FakeConfig], reads: int, others_are_believed: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its fields are read where the kernel gives it. Other kernels' times are stored."""
+    monkeypatch.setattr(kind, "reads", reads)
+    made = install(lambda: plugin(bad_kernel("configs", lambda *_: [kind()])))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         assert is_right()
-    (message,) = [str(each.message) for each in caught]
-    assert names_it(message)
-    assert tmm_core.plan(A, B).kernel == "blas"
-    assert "set aside" in str(tmm_core.explain(A, B))
+    assert all(names_it(str(each.message)) for each in caught)
+    found = made.record(tmm_core.problem(A, B))
+    assert found is not None
+    timed = {result.kernel for result in found[1].candidates if result.samples_us}
+    assert timed >= {"good", "blas"}
 
 
 @pytest.mark.parametrize("method", ["configs", "bind"])

@@ -327,6 +327,11 @@ SYSTEMATIC_CORE = [
            "            if self.deadline.passed:\n                raise",
            "a small budget leaves no time of BLAS",
            (f"{STAGES}::test_compiled_candidates_are_bound_and_after_the_deadline_only_blas",)),
+    Mutant("config-read-later", "registry/query.py",
+           'object.__setattr__(checked, "to_json", functools.partial(dict, fields))', "pass",
+           "a plugin's config that cannot be read later ends the tuning of all kernels",
+           ("tests/core/test_hostile_plugins.py::"
+            "test_a_config_that_changes_costs_its_kernel_at_most",)),
     Mutant("binds-watched-at-once", "verify/process_state.py",
            "self._changed.wait_for(lambda: all(each.is_slow for each in self._running), TURN)",
            "pass",

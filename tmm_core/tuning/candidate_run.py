@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Any, Literal
+from typing import Literal
 
 from tmm_cache import CandidateResult
 
@@ -56,11 +56,6 @@ class CandidateRun:
     workspace: int = 0
     #: Whether it was verified in every way in which it is used.
     verified: bool = False
-    #: The config for records, read once: a plugin's method may return something else later.
-    config: dict[str, Any] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.config = self.candidate.config.to_json()
 
     @property
     def time(self) -> float:
@@ -103,11 +98,11 @@ class CandidateRun:
 
     def result(self, problem: Problem) -> CandidateResult:
         """Return the result for the record of ``problem``."""
-        kernel = self.candidate.kernel
+        kernel, config = self.candidate.kernel, self.candidate.config
         return CandidateResult(
             kernel=kernel.name,
             version=kernel.version,
-            config=self.config,
+            config=config.to_json(),
             status=self.status,
             samples_us=tuple(round(s, 3) for s in self.samples),
             inside_us={m: round(us, 3) for m, us in self.inside_us.items()},
