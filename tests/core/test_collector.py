@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import weakref
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from tmm_core.launch import warm
-from tmm_core.launch.collector import garbage_kept
+from tmm_core.launch.collector import collector_off, garbage_kept
 
 
 class Node:
@@ -48,6 +49,34 @@ def test_the_same_garbage_would_not_have_lived() -> None:
     kept = churn()
     assert garbage() is None
     del kept
+
+
+def test_another_threads_block_that_ends_leaves_the_collector_off() -> None:
+    """A background thread imports while this one captures, in each order."""
+    first, second = collector_off(), garbage_kept()
+    with first:
+        second.__enter__()
+    assert not gc.isenabled()
+    second.__exit__(None, None, None)
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        with collector_off(), collector_off():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no forks")
+def test_a_child_does_not_wait_for_blocks_of_the_parents_threads() -> None:
+    with collector_off():
+        child = os.fork()
+        if not child:
+            with collector_off():
+                pass
+            os._exit(not gc.isenabled())
+    assert os.waitpid(child, 0)[1] == 0
 
 
 def test_objects_that_others_froze_stay_frozen() -> None:

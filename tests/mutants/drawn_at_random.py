@@ -35,6 +35,11 @@ DRAWN = [
            "    with nullcontext():\n        return _built(",
            "a capture ends when an earlier graph is garbage",
            ("tests/core/test_collector.py::test_a_plan_that_is_made_during_a_capture_keeps_garbage",)),
+    Mutant("collector-on-beside-a-block", "launch/collector.py",
+           "if _was_enabled and not _blocks:", "if _was_enabled:",
+           "an import of another thread ends a capture",
+           ("tests/core/test_collector.py::"
+            "test_another_threads_block_that_ends_leaves_the_collector_off",)),
     Mutant("drawn-load-finally", "nn/packed_linear.py",
            "        try:\n            super()._load_from_state_dict(*given, **more)\n        finally:\n            self._swapped_in()",
            "        super()._load_from_state_dict(*given, **more)\n        self._swapped_in()",
