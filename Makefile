@@ -33,6 +33,7 @@ oldest newest: %: .venv-%/.installed
 		-k "not slow or fused_work_compiles and (silu or scales) or groups_compile"
 
 TESTS = tests/core/test_compat.py tests/core/test_api.py tests/core/test_launch.py tests/core/test_releases.py \
+	tests/core/test_spellings.py::test_a_compiled_call_is_compiled_again_for_another_epilogue \
 	tests/plugins/test_triton_kernels.py \
 	tests/plugins/test_warp_specialized.py::test_fused_work_compiles_for_hopper \
 	tests/plugins/test_ragged_hopper.py::test_groups_compile_for_hopper

@@ -32,19 +32,24 @@ def traced_text_of(epilogue: EpilogueLike) -> str:
         return text_of(epilogue)
     if epilogue is None or isinstance(epilogue, str):
         return epilogue or ""
-    # Torch guards the attributes whose values are read, and hash() needs numbers as they are.
     if isinstance(epilogue, Epilogue):
-        hash(epilogue.traced)
+        _guard(epilogue.traced)
         for read in epilogue.readers:
             value = read()
             if isinstance(value, (int, float, str)):
-                hash(value)
+                _guard(value)
         return epilogue.interned()
     if isinstance(epilogue, (list, tuple)):
         return _chained(tuple([traced_text_of(each) for each in epilogue]))
     for name in _arguments_of(epilogue):
-        hash(getattr(epilogue, name))
+        _guard(getattr(epilogue, name))
     return _parsed_text(epilogue)
+
+
+def _guard(value: float | str) -> set[float | str]:
+    """Guard a graph of torch.compile by this value: tracing a set needs numbers as they are. Torch
+    2.10 does not trace hash()."""
+    return {value}
 
 
 def interned_text(epilogue: EpilogueLike) -> str:
