@@ -178,7 +178,10 @@ def test_one_process_of_many_tunes(store: CacheStore) -> None:
         tuner.stdin.write("go\n")
         tuner.stdin.flush()
     answers = [tuner.communicate() for tuner in tuners]
-    assert sorted(answers) == [("", "")] * 3 + [("tuned\n", "")]
+    assert sorted(printed for printed, _ in answers) == [""] * 3 + ["tuned\n"]
+    # On a loaded machine one may say that it waits.
+    waiting = "waiting for another process that tunes this problem\n"
+    assert {said for _, said in answers} <= {"", waiting}
 
 
 def test_threads_of_one_process_exclude_each_other(store: CacheStore) -> None:
