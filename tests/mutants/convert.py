@@ -153,7 +153,7 @@ CONVERTED = [
            ("tests/core/test_autograd.py::"
             "test_saved_tensors_may_be_unpacked_as_views_that_negate",)),
     Mutant("enabled-removed-kernel", "interop/aten_answers.py",
-           'removed = "has been invalidated" in str(error)', "removed = False",
+           'removed = "has been invalidated" in error_message(error)', "removed = False",
            "once another library removes its kernel of torch's product, each call raises",
            ("tests/core/test_enable.py::test_a_kernel_that_another_library_removes_is_not_called",)),
     Mutant("enabled-vector", "interop/aten_calls.py",

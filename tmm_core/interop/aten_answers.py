@@ -21,6 +21,7 @@ from tmm_core.errors import (
     TmmError,
     UnknownNameError,
     UnsupportedProblemError,
+    error_message,
     error_text,
     reraise,
     warn,
@@ -107,7 +108,7 @@ class Operator:
         passed: Calls that torch's kernel answered.
         slowed: Calls among them whose limit was the host, and that waited for no choice.
         saved_us: GPU time that kernels saved while the GPU was the limit.
-        declined: Why a forced kernel, or one with a record, last did not answer a call.
+        declined: Why the last call that a forced or recorded kernel did not answer went to torch.
         library: Holds the registration of the operator's entry; None: it is not registered.
         left: Why the operator is no longer answered; empty while it is.
     """
@@ -140,9 +141,9 @@ class Operator:
             self.library = None
 
     def renewed(self, error: RuntimeError) -> bool:
-        """Whether torch's kernel was of a library that has been removed since, as that of a mode
-        which replaces products for a time. :attr:`torchs` is then the one beneath it."""
-        removed = "has been invalidated" in str(error)  # torch's words
+        """Whether a call failed because :attr:`torchs` belongs to a library that has been removed,
+        as a mode that replaces products for a time does. It is then the kernel beneath."""
+        removed = "has been invalidated" in error_message(error)  # torch's words
         if removed:
             self._renew()
         return removed
@@ -215,12 +216,12 @@ class Operator:
         plan = warm.make_plan(call, warm.epilogue_of(""), current, self._pose, waits=False)
         lasting, capturing = plan.choice.lasting, plan.problem.capturing
         saved_us = _saved_us(plan)
-        if saved_us is None and plan.kernel != BASELINE:
-            self.declined = f"torch answers {plan.problem}: {plan.kernel} loses in steady state"
-        if saved_us is None and (lasting or capturing):
-            return THROUGH if capturing else _keep_for_good(key, drops)
         if saved_us is None:
-            return _keep_for_now(key, Answer(), drops)
+            if plan.kernel != BASELINE:
+                self.declined = f"torch answers {plan.problem}: {plan.kernel} loses in steady state"
+            if capturing:
+                return THROUGH
+            return _keep_for_good(key, drops) if lasting else _keep_for_now(key, Answer(), drops)
         launch = plan.launcher if wrap is None else wrap(plan)
         tally = self.tallies.setdefault(plan.kernel, Tally())
         made = plan.kernel, plan.choice, plan.problem

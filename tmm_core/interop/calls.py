@@ -26,8 +26,8 @@ def text_of(epilogue: EpilogueLike) -> str:
 
 
 def traced_text_of(epilogue: EpilogueLike) -> str:
-    """Return :func:`text_of`. Torch.compile compiles a graph again for an epilogue with another
-    text: the text alone would be a constant of the graph, whatever it is computed from."""
+    """Return the epilogue's text, as :func:`text_of` does. While torch.compile traces, guard the
+    graph by all that the text depends on: the text itself is a constant of the graph."""
     if not torch.compiler.is_dynamo_compiling():
         return text_of(epilogue)
     if epilogue is None or isinstance(epilogue, str):

@@ -308,12 +308,10 @@ def _flat(shape: Any) -> list[int] | None:
 def _state_of_choices() -> str:
     """Return a text that changes with all that decides a choice: settings, kernels and records."""
     chooser, current = dispatch.default_dispatcher(), settings.current()
-    requires = current.deterministic, current.batch_invariant, current.static_weights
-    found = [f"{(current.kernel, current.config, current.arithmetic, sorted(current.disable))}"]
-    found += [
-        str(requires),
-        *(f"{each.name} {each.version}" for each in chooser.registry.kernels()),
-    ]
+    forced = current.kernel, current.config, current.arithmetic, sorted(current.disable)
+    required = current.deterministic, current.batch_invariant, current.static_weights
+    found = [str((*forced, *required))]
+    found += [f"{each.name} {each.version}" for each in chooser.registry.kernels()]
     found += sorted(f"{name} fails {bucket}" for name, bucket in list(chooser.quarantined))
     store = chooser.store
     if store.locked:

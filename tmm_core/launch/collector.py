@@ -9,12 +9,12 @@ from contextlib import contextmanager
 
 #: One object for each block of :func:`collector_off` that is in force, of all threads.
 _blocks: set[object] = set()
-#: Whether the first of them enables the collector again.
+#: Whether the collector was enabled before the first of them.
 _was_enabled = True
 
 
 def _after_fork() -> None:
-    """End all blocks, since those of other threads do not end in a child."""
+    """End all blocks, since a block of another thread would never end in the child."""
     if _blocks and _was_enabled:
         gc.enable()
     _blocks.clear()
