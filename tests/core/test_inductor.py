@@ -262,6 +262,26 @@ def test_silu_may_be_computed_from_the_sigmoid() -> None:
         torch._dynamo.reset()
 
 
+@pytest.mark.parametrize(
+    ("model", "found"),
+    [
+        (lambda z: 0.5 * z * (1 + torch.erf(z / 2**0.5)), "gelu"),
+        (lambda z: torch.tanh(0.5 * z) * 0.5 + 0.5, "sigmoid"),
+        (lambda z: z * torch.sigmoid(2000 * z), ""),
+        (lambda z: torch.tanh(z / 1e-4) * 1e-3, ""),
+        (lambda z: z * 1e-20, ""),
+        (lambda z: torch.tanh(z / 1e-39) * 1e-39, ""),  # a cap below fp32's normal numbers
+        (lambda z: torch.tanh(z * z), ""),
+    ],
+)
+def test_activations_are_recognised_by_their_values(model: Any, found: str) -> None:
+    a, b, seen = torch.randn(5, 7), torch.randn(7, 4), Seen()
+    with torch.no_grad():
+        y = passed(lambda a, b: model(a @ b), a, b, seen=seen)
+    assert seen.epilogues == [found]
+    torch.testing.assert_close(y, model(a @ b))
+
+
 def test_what_is_read_elsewhere_is_kept() -> None:
     a, b = torch.randn(5, 7), torch.randn(7, 4)
     seen = Seen()

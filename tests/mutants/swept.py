@@ -300,7 +300,7 @@ SWEPT = [
            "for name in (\"adapter\", \"online_full_had\", 'online_partial_hadx'):",
            "a layer whose input is rotated is converted",
            ("tests/core/test_packed_layers.py::test_other_layers_are_named_with_the_reason",)),
-    Mutant("swept-shape-of-activation", "nn/activation.py",
+    Mutant("swept-shape-of-activation", "epilogues/__init__.py",
            "got.shape != grid.shape or ",
            "",
            "a module that adds a dimension is taken for an activation",

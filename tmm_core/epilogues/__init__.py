@@ -18,10 +18,11 @@ import importlib
 import inspect
 import pkgutil
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from tmm_core.epilogues._gated import GATED_BY
@@ -43,6 +44,12 @@ for _module in pkgutil.iter_modules(__path__):
         SPELLINGS.update(getattr(_family, "SPELLINGS", {}))
 #: Epilogues whose name alone is their key.
 BUILTIN = {name: epilogue for name, epilogue in EPILOGUES.items() if epilogue.builtin}
+#: Those that are functions of one number, without parameters.
+ACTIVATIONS = tuple(name for name, epilogue in EPILOGUES.items() if epilogue.activation)
+#: In float64, equivalent formulas differ by some 1e-15; the two gelus by 1e-4.
+TOLERANCE = 1e-12
+#: Factors on numbers from −40 to 40: some functions differ only near zero, or only far from it.
+_RANGES = (250.0, 2.0**-10, 2.0**-20, 2.0**-30)
 # So the operator finds them without the registry, which torch.compile cannot trace.
 INTERNED.update(BUILTIN)
 
@@ -141,6 +148,26 @@ def text_of(activation: Callable[..., Any]) -> str:
     if text is None or isinstance(function, type):
         raise TypeError(_refusal(activation))
     return text
+
+
+def named(
+    function: Callable[[torch.Tensor], Any], candidates: Iterable[str] = ACTIVATIONS
+) -> str | None:
+    """Return the candidate whose values equal those of ``function`` near zero and far from it;
+    None if there is none."""
+    usual = torch.linspace(-40.0, 40.0, 4001, dtype=torch.float64, device="cpu")
+    grid = torch.cat([usual, *(usual[::10] * factor for factor in _RANGES)])
+    with torch.no_grad():
+        got = function(grid.clone())
+        if not isinstance(got, torch.Tensor) or got.shape != grid.shape or got.dtype != grid.dtype:
+            return None
+        for name in candidates:
+            expected = parse(name).apply(grid)
+            # A softcap may be small.
+            atol = TOLERANCE * min(1.0, float(expected.abs().max()))
+            if torch.allclose(got, expected, rtol=TOLERANCE, atol=atol):
+                return name
+    return None
 
 
 def _refusal(activation: Any) -> str:

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from tmm_core.epilogues import GATED_BY
+from tmm_core import compat
+from tmm_core.epilogues import ACTIVATIONS, GATED_BY, named
 from tmm_core.interop.aten_calls import LEAST_ALPHA, MOST_ALPHA
 
 aten, convert = torch.ops.aten, torch.ops.prims.convert_element_type.default
@@ -28,28 +29,13 @@ PRODUCTS = {*MATRIX_PRODUCTS, aten.bmm.default}
 SPLITS = {aten.split.Tensor, aten.split_with_sizes.default}
 RESHAPES = {aten.reshape.default, aten.view.default, aten._unsafe_view.default}
 
-#: Expressions of the product ``z``: an operator and its arguments. Each ``P`` of an expression is
-#: the same number above 0, the epilogue's parameter.
-Z, P = "z", "p"
-_HALF = (aten.mul.Tensor, Z, 0.5)
-_CUBE = (aten.mul.Tensor, (aten.mul.Tensor, (aten.mul.Tensor, Z, Z), Z), 0.044715)
-_INNER = (aten.mul.Tensor, (aten.add.Tensor, Z, _CUBE), 0.7978845608028654)
-_ERF = (aten.erf.default, (aten.mul.Tensor, Z, 0.7071067811865476))
-_EXP = (aten.exp.default, (aten.neg.default, Z))
-
-#: Activations, each with its epilogue's name. Torch 2.10 computes silu from the sigmoid, as models
-#: that define it do.
-ACTIVATIONS: tuple[tuple[str, tuple[Any, ...]], ...] = (
-    ("relu", (aten.relu.default, Z)),
-    ("tanh", (aten.tanh.default, Z)),
-    ("sigmoid", (aten.sigmoid.default, Z)),
-    ("silu", (aten.div.Tensor, Z, (aten.add.Tensor, _EXP, 1))),
-    ("silu", (aten.mul.Tensor, Z, (aten.sigmoid.default, Z))),
-    ("gelu", (aten.mul.Tensor, _HALF, (aten.add.Tensor, _ERF, 1))),
-    ("gelu_tanh", (aten.mul.Tensor, _HALF, (aten.add.Tensor, (aten.tanh.default, _INNER), 1))),
-    ("softcap", (aten.mul.Tensor, (aten.tanh.default, (aten.div.Tensor, Z, P)), P)),
-)
-_ROOTS = {expression[0] for _, expression in ACTIVATIONS}
+#: Operators of single elements, of which Inductor's decompositions compute activations.
+POINTWISE = {
+    aten.relu.default, aten.tanh.default, aten.sigmoid.default, aten.exp.default, aten.erf.default,
+    aten.neg.default, aten.add.Tensor, aten.mul.Tensor, aten.div.Tensor,
+}  # fmt: skip
+#: The most operators of an activation: gelu_tanh has nine.
+_LONGEST = 12
 
 
 @dataclass
@@ -181,28 +167,58 @@ def _activation(z: Node, own: torch.dtype) -> tuple[str, list[Node]] | None:
         if own.itemsize != 2 or user.args[1] is not torch.float32:
             return None
         z, outside = user, [user]
-    for root in _reached(z):
-        for name, expression in ACTIVATIONS:
-            inside: list[Node] = []
-            parameters: list[float] = []
-            if not _matches(expression, root, z, inside, parameters):
-                continue
-            if not _closed([z, *inside], root):
-                continue
-            if parameters:
-                if len(set(parameters)) > 1 or parameters[0] <= 0:
-                    continue
-                name = f"{name}({float(parameters[0])})"
-            nodes = [*outside, *(node for node in inside if node is not root), root]
-            if outside:
-                narrowed = _only_user(root)
-                if narrowed is None or narrowed.target is not convert:
-                    return None
-                if narrowed.args[1] is not own:
-                    return None
-                nodes.append(narrowed)
-            return name, nodes
+    found = _pointwise(z)
+    if found is None:
+        return None
+    name, inside = found
+    nodes = [*outside, *inside]
+    if outside:
+        narrowed = _only_user(inside[-1])
+        if narrowed is None or narrowed.target is not convert or narrowed.args[1] is not own:
+            return None
+        nodes.append(narrowed)
+    return name, nodes
+
+
+def _pointwise(z: Node) -> tuple[str, list[Node]] | None:
+    """Return the activation that pointwise operators compute of ``z`` alone, and these; the last
+    one is the result. It is the first one after which nothing else reads the other values."""
+    inside: list[Node] = []
+    own = {z}
+    while len(inside) < _LONGEST:
+        readers = (user for node in (z, *inside) for user in node.users)
+        added = next((n for n in readers if n not in own and _is_pointwise(n, own)), None)
+        if added is None:
+            return None
+        inside.append(added)
+        closed = all(own.union(inside).issuperset(node.users) for node in own)
+        if closed and (name := _named(z, inside)) is not None:
+            return name, inside
+        own.add(added)
     return None
+
+
+def _is_pointwise(node: Node, own: set[Node]) -> bool:
+    """Whether a node computes a function of single elements, of ``own`` values and numbers."""
+    if node.target not in POINTWISE or node.kwargs or not own.issuperset(node.all_input_nodes):
+        return False
+    return all(isinstance(each, (Node, int, float)) for each in node.args)
+
+
+def _named(z: Node, nodes: list[Node]) -> str | None:
+    """Return the activation that these nodes compute of ``z``, by its values; None if there is
+    none."""
+
+    def apply(t: torch.Tensor) -> torch.Tensor:
+        values = {z: t}
+        for node in nodes:
+            values[node] = node.target(*torch.fx.map_arg(node.args, values.__getitem__))  # type: ignore[operator]
+        return values[nodes[-1]]
+
+    numbers = [each for node in nodes for each in node.args if isinstance(each, (int, float))]
+    caps = {float(each) for each in numbers if LEAST_ALPHA <= each <= MOST_ALPHA}
+    with compat.without_modes():
+        return named(apply, (*ACTIVATIONS, *(f"softcap({cap!r})" for cap in sorted(caps))))
 
 
 def _with_gate(tail: Tail) -> Tail | None:
@@ -287,54 +303,6 @@ def _through(tail: Tail) -> Tail:
 
 def _only_user(node: Node) -> Node | None:
     return next(iter(node.users)) if len(node.users) == 1 else None
-
-
-def _reached(z: Node) -> Iterator[Node]:
-    """Yield nodes that may be an activation's root: users of ``z``, up to some steps away."""
-    seen, near = {z}, [z]
-    for _ in range(8):  # the longest path of an activation
-        near = [user for node in near for user in node.users if user not in seen]
-        seen.update(near)
-        yield from (node for node in near if node.target in _ROOTS)
-
-
-def _matches(
-    expression: Any, node: Any, z: Node, inside: list[Node], parameters: list[float]
-) -> bool:
-    """Whether ``node`` computes ``expression`` of ``z``; adds the nodes of that computation to
-    ``inside``, and the numbers in place of ``P`` to ``parameters``."""
-    if expression is Z:
-        return node is z
-    if expression is P:
-        if not isinstance(node, (int, float)):
-            return False
-        parameters.append(node)
-        return True
-    if not isinstance(expression, tuple):
-        return isinstance(node, (int, float)) and node == expression
-    if not isinstance(node, Node) or node.target is not expression[0] or node.kwargs:
-        return False
-    if node not in inside:
-        inside.append(node)
-    operands = expression[1:]
-    if len(node.args) != len(operands):
-        return False
-    orders = [node.args]
-    if node.target in (aten.mul.Tensor, aten.add.Tensor):
-        orders.append(node.args[::-1])
-    for order in orders:
-        known, numbers = len(inside), len(parameters)
-        terms = zip(operands, order, strict=True)
-        if all(_matches(e, n, z, inside, parameters) for e, n in terms):
-            return True
-        del inside[known:], parameters[numbers:]
-    return False
-
-
-def _closed(nodes: list[Node], root: Node) -> bool:
-    """Whether only ``nodes`` read the values of ``nodes``, except the value of ``root``."""
-    own = set(nodes)
-    return all(node is root or own.issuperset(node.users) for node in nodes)
 
 
 def _summand_of(product: Node) -> tuple[Node | None, Node | None]:

@@ -15,12 +15,9 @@ import torch.nn.functional as F
 from tmm_base.guards import suppress
 from torch import fx, nn
 
-from tmm_core.epilogues import EPILOGUES, parse
+from tmm_core.epilogues import ACTIVATIONS, EPILOGUES, TOLERANCE, named
 from tmm_core.nn.reached import CALLS, Reached, calls_of
 from tmm_core.nn.trace import NotProvenError, Reads, trace, trace_method
-
-#: Epilogues that are functions of one number.
-ACTIVATIONS = tuple(name for name, epilogue in EPILOGUES.items() if epilogue.activation)
 
 _FUNCTIONS = (F.relu, F.leaky_relu, F.gelu, F.silu, F.softplus, F.sigmoid, F.tanh)
 _OPERATORS = (operator.add, operator.sub, operator.mul, operator.truediv, operator.pow)
@@ -28,9 +25,6 @@ _METHODS = ("relu", "sigmoid", "tanh", "erf", "exp", "add", "sub", "mul", "div",
 _ELEMENTWISE: frozenset[Any] = frozenset(
     (*_FUNCTIONS, *_OPERATORS, operator.neg, *(getattr(torch, name) for name in _METHODS))
 )
-
-#: In float64, equivalent formulas differ by some 1e-15; the two gelus by 1e-4.
-TOLERANCE = 1e-12
 
 
 class Activation(NamedTuple):
@@ -154,21 +148,6 @@ def of_node(node: fx.Node, candidates: Iterable[str] = ACTIVATIONS) -> str | Non
         slope = node.kwargs.get("negative_slope", 0.01)
         candidates = (f"leaky_relu({float(slope)!r})",) if isinstance(slope, float) else ()
     return named(apply, candidates)
-
-
-def named(function: Callable[[torch.Tensor], Any], candidates: Iterable[str]) -> str | None:
-    """The candidate whose values equal those of ``function`` near zero and far from it, or None."""
-    near = torch.linspace(-40.0, 40.0, 4001, dtype=torch.float64, device="cpu")
-    grid = torch.cat([near, near * 250.0])
-    with torch.no_grad():
-        got = function(grid.clone())
-        if not isinstance(got, torch.Tensor) or got.shape != grid.shape or got.dtype != grid.dtype:
-            return None
-        for name in candidates:
-            expected = parse(name).apply(grid)
-            if torch.allclose(got, expected, rtol=TOLERANCE, atol=TOLERANCE):
-                return name
-    return None
 
 
 # -- the gate of gpt-oss's experts -----------------------------------------------------------------
