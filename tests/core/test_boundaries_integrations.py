@@ -268,18 +268,15 @@ def test_models_without_experts_of_tmm_keep_theirs() -> None:
 
 
 def test_an_activation_that_is_not_recognised_gates_no_kernel(
-    monkeypatch: pytest.MonkeyPatch,
+    products: list[str | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    known = kernel_layers._gating_activations()
-    assert {each.epilogue for each in known} >= {"silu", "gelu", "relu"}
-    real = kernel_layers.activation.recognise
-    monkeypatch.setattr(
-        kernel_layers.activation,
-        "recognise",
-        lambda module: None if isinstance(module, nn.ReLU) else real(module),
-    )
-    found = [each.epilogue for each in kernel_layers._gating_activations()]
-    assert found == [each.epilogue for each in known if each.epilogue != "relu"]
+    """Activations of one class of modules differ; a graph takes those that were looked at."""
+    layers = [Gated(), Gated(nn.ReLU()), Gated(nn.Hardswish())]
+    found = [kernel_layers.is_gated_mlp(mlp) for mlp in layers]
+    assert found == [True] * 3
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    gatings = [kernel_layers._gating(mlp) for mlp in layers]
+    assert [each and each[1] for each in gatings] == ["silu", "relu", None]
 
 
 # -- checkpoints of gpt-oss ----------------------------------------------------------------

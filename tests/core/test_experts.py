@@ -414,17 +414,17 @@ def test_what_is_looked_at_in_a_call_disturbs_no_other_thread(part: str) -> None
 @pytest.mark.usefixtures("interface")
 def test_an_activation_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     looked_at: list[nn.Module] = []
-    recognise = experts.recognise
+    recognise = activation.recognise
 
     def spy(module: nn.Module) -> Any:
         looked_at.append(module)
         return recognise(module)
 
-    monkeypatch.setattr(experts, "recognise", spy)
-    monkeypatch.setattr(experts, "_recognised", {})
+    monkeypatch.setattr(activation, "recognise", spy)
+    monkeypatch.setattr(activation, "_recognised", {})
     for act, epilogue in ((nn.SiLU(), "silu"), (nn.Hardtanh(), None)):
-        found = [experts._activation(pickle.loads(pickle.dumps(act))) for _ in range(2)]
-        found += [experts._activation(act) for _ in range(2)]
+        found = [activation.activated_by(pickle.loads(pickle.dumps(act))) for _ in range(2)]
+        found += [activation.activated_by(act) for _ in range(2)]
         assert found == [epilogue] * 4
     assert [type(act) for act in looked_at] == [nn.SiLU, *[nn.Hardtanh] * 3]
 

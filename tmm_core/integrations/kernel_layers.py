@@ -6,7 +6,6 @@ computes the same as the layer; otherwise it runs the forward of the module's ow
 
 from __future__ import annotations
 
-import importlib.util
 import types
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +17,6 @@ from tmm_core import api, compat
 from tmm_core.epilogues import GATED_BY
 from tmm_core.interop import fallbacks
 from tmm_core.nn import activation, conv1d, fusion_match
-from tmm_core.nn.activation import Activation
 from tmm_core.nn.classes import replaced
 from tmm_core.nn.reached import Reached
 from tmm_core.nn.trace import NotProvenError, trace
@@ -118,7 +116,10 @@ def is_gated_mlp(module: nn.Module) -> bool:
         finally:
             if replaced is not None:
                 module.__dict__["forward"] = replaced
-    return _proven[kind] is not None
+    proven = _proven[kind]
+    if proven is not None:  # also looks at the activation, before a graph is traced
+        activation.activated_by(module._modules.get(str(proven[2].activation)))
+    return proven is not None
 
 
 def _prove(module: nn.Module) -> tuple[Any, Reached, fusion_match.Gating] | None:
@@ -136,20 +137,6 @@ def _prove(module: nn.Module) -> tuple[Any, Reached, fusion_match.Gating] | None
     return type(module).forward, traced.reached, gating
 
 
-def _gating_activations() -> tuple[Activation, ...]:
-    """The gating activations of torch and of Transformers, if it is installed."""
-    modules: list[nn.Module] = [nn.SiLU(), nn.GELU(), nn.GELU("tanh"), nn.ReLU()]
-    if importlib.util.find_spec("transformers") is not None:
-        theirs = importlib.import_module("transformers.activations").ACT2FN
-        modules += [theirs[name] for name in ("gelu", "gelu_pytorch_tanh", "gelu_new", "silu")]
-    found = (activation.recognise(module) for module in modules)
-    return tuple(dict.fromkeys(each for each in found if each and each.epilogue in GATED_BY))
-
-
-# Made at import, not at a call: a tracer cannot read a cache.
-_ACTIVATIONS = _gating_activations()
-
-
 def _gating(mlp: nn.Module) -> tuple[list[Any], str] | None:
     """The layers of a gated MLP and its activation; None if its class must compute it."""
     kind = type(mlp)
@@ -165,11 +152,8 @@ def _gating(mlp: nn.Module) -> tuple[list[Any], str] | None:
         return None
     if not reached.holds(mlp):
         return None
-    act = children.get(str(gating.activation))
-    for known in _ACTIVATIONS:
-        if known.is_(act):
-            return layers, known.epilogue
-    return None
+    epilogue = activation.activated_by(children.get(str(gating.activation)))
+    return (layers, epilogue) if epilogue is not None and epilogue in GATED_BY else None
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from tmm_base.guards import suppress
 from torch import fx, nn
 
+from tmm_core import compat
 from tmm_core.epilogues import ACTIVATIONS, EPILOGUES, TOLERANCE, named
 from tmm_core.nn.reached import CALLS, Reached, calls_of
 from tmm_core.nn.trace import NotProvenError, Reads, trace, trace_method
@@ -109,6 +110,30 @@ def recognise(module: nn.Module) -> Activation | None:
     kind: Any = type(module)
     reached = replace(traced.reached, names=(*traced.reached.names, *calls_of(kind)))
     return Activation(kind, kind.forward, traced.reads, reached, name)
+
+
+def activated_by(module: Any) -> str | None:
+    """The epilogue that calling an activation computes now. An activation that is not known yet is
+    examined outside of graphs only: a graph that is traced before leaves it to torch."""
+    if not isinstance(module, nn.Module) or compat.global_hooks():
+        return None
+    for known in _recognised.get(type(module), ()):
+        if known.is_(module):
+            return known.epilogue
+    if torch.compiler.is_compiling() or _UNKNOWN in module.__dict__ or interposed(module):
+        return None
+    found = recognise(module)
+    if found is None:
+        module.__dict__[_UNKNOWN] = True
+        return None
+    _recognised[type(module)] = (*_recognised.get(type(module), ()), found)
+    return found.epilogue
+
+
+#: Activations that were recognised, by class.
+_recognised: dict[type[nn.Module], tuple[Activation, ...]] = {}
+#: The attribute of a module that was looked at and not recognised.
+_UNKNOWN = "_tmm_unknown"
 
 
 def is_activation(module: Any) -> bool:

@@ -18,7 +18,7 @@ from torch import nn
 from tmm_core import compat, grouped
 from tmm_core.epilogues import GATED_BY
 from tmm_core.nn import stored_experts, stored_weights
-from tmm_core.nn.activation import Activation, gate_epilogue, interposed, recognise
+from tmm_core.nn.activation import activated_by, gate_epilogue
 from tmm_core.nn.gated_layers import gated_by
 from tmm_core.quantized import Quantized
 from tmm_core.spec.epilogue import EpilogueLike
@@ -216,7 +216,7 @@ def _gate_of(layer: Any) -> tuple[str | None, Any]:
     """The epilogue of a layer's product of gate and up, and the function left to apply after it."""
     if isinstance(layer, Experts):
         return layer.epilogue, None
-    name = _activation(getattr(layer, "act_fn", None))
+    name = activated_by(getattr(layer, "act_fn", None))
     if not layer.has_gate:
         return (name, None) if name is not None else (None, layer.act_fn)
     if "_apply_gate" in vars(layer):
@@ -240,30 +240,6 @@ def gate_kind(layer: Any) -> Any:
 def epilogue_of(layer: Any) -> str:
     """The epilogue fused into a layer's first product; empty: none."""
     return _gate_of(layer)[0] or ""
-
-
-def _activation(module: Any) -> str | None:
-    """The epilogue that calling an activation computes now. An activation that is not known yet is
-    examined outside of graphs only: a graph that is traced before leaves it to torch."""
-    if not isinstance(module, nn.Module) or compat.global_hooks():
-        return None
-    for known in _recognised.get(type(module), ()):
-        if known.is_(module):
-            return known.epilogue
-    if torch.compiler.is_compiling() or _UNKNOWN in module.__dict__ or interposed(module):
-        return None
-    found = recognise(module)
-    if found is None:
-        module.__dict__[_UNKNOWN] = True
-        return None
-    _recognised[type(module)] = (*_recognised.get(type(module), ()), found)
-    return found.epilogue
-
-
-#: Activations that were recognised, by class.
-_recognised: dict[type[nn.Module], tuple[Activation, ...]] = {}
-#: The attribute of a module that was looked at and not recognised.
-_UNKNOWN = "_tmm_unknown"
 
 
 class TransformersExperts(nn.Module):
