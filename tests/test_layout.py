@@ -269,6 +269,15 @@ def test_a_file_name_is_used_once() -> None:
     assert twice <= {"__init__.py", "plugin.py", "cli.py"}
 
 
+def test_scales_belong_to_operands() -> None:
+    """Only the calls that take them beside their tensors, torch's own among them, name them."""
+    calls = {"api.py", "grouped.py", "interop/aten_calls.py", "spec/arguments.py"}
+    core = PACKAGES["tmm_core"]
+    paths = [path for folder in PACKAGES.values() for path in folder.rglob("*.py")]
+    named = {path for path in paths if re.search("scale_[ab]", path.read_text())}
+    assert named == {core / call for call in calls}
+
+
 @pytest.mark.parametrize("package", ["tmm_triton", "tmm_blas"])
 def test_plugins_use_cores_public_names_only(package: str) -> None:
     for path in PACKAGES[package].rglob("*.py"):

@@ -267,7 +267,7 @@ def streaming_kernel(
     a_at = m * (stride_am // 2) + a_part * 64 + pair // 4 * (16 // PIECES) + pair % 4
     a_at = a_at.to(gl.uint32)
     if b_scale_ptr is not None:
-        scale_at = b_scale_ptr + z * stride_bsz + s_row * stride_bsn
+        scales_at = b_scale_ptr + z * stride_bsz + s_row * stride_bsn
     if ZERO:
         zero_at = b_zero_ptr + z * stride_0z + s_row * stride_0n
     steps = K // 128
@@ -281,7 +281,7 @@ def streaming_kernel(
         _await_previous()
     if B_GROUP:
         scales = _numbers_ahead(
-            scale_at, stride_bsk, s_part, steps, WARPS_K, B_GROUP, WHOLE, STAGES
+            scales_at, stride_bsk, s_part, steps, WARPS_K, B_GROUP, WHOLE, STAGES
         )
     else:
         scales = (0,) * STAGES
@@ -305,7 +305,7 @@ def streaming_kernel(
                 False,
             )  # fmt: skip
             if B_GROUP:
-                number = _number(scale_at, stride_bsk, ahead + s_part, steps, B_GROUP, WHOLE)
+                number = _number(scales_at, stride_bsk, ahead + s_part, steps, B_GROUP, WHOLE)
                 scales = _with(scales[1:], number)
                 if ZERO:
                     number = _number(zero_at, stride_0k, ahead + s_part, steps, B_GROUP, WHOLE)
@@ -326,7 +326,7 @@ def streaming_kernel(
         if ZERO:
             acc -= of_a * (gl.load(zero_at).to(gl.float32) - ORIGIN)
         if b_scale_ptr is not None:
-            acc *= gl.load(scale_at).to(gl.float32)
+            acc *= gl.load(scales_at).to(gl.float32)
 
     # One element per thread if there are enough threads; neighbours along N.
     OUT: gl.constexpr = gl.BlockedLayout([1, 1], [2, 16], [WARPS_K * WARPS_N, 1], [1, 0])
