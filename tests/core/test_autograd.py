@@ -958,3 +958,54 @@ def test_saved_tensors_may_be_unpacked_as_views_that_negate(epilogue: str) -> No
             y = tmm_core.matmul(a, b, epilogue=epilogue)
         got = torch.autograd.grad(y.sum(), (a, b))
     torch.testing.assert_close(got, tuple(expected))
+
+
+GROUPS = torch.tensor([2, 5], dtype=torch.int32)
+LEARNS = torch.randn(3, 4, requires_grad=True)
+PRODUCTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "epilogue": lambda a, b: tmm_core.linear(a, b, epilogue="tanh"),
+    "both sides": lambda a, b: tmm_core.matmul(a, a.t() * b.sum()),
+    "own derivative": lambda a, b: tmm_core.linear(a, b, epilogue=CUBE),
+    "groups": lambda a, b: tmm_core.grouped_matmul(a, b.t().expand(2, -1, -1), offs=GROUPS),
+    "recorded": lambda a, _: tmm_core.linear(a, LEARNS),
+}
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+@pytest.mark.slow(quick=2)
+def test_tangents_inside_a_graph(name: str) -> None:
+    """A graph enters forward mode without changing the level that Python knows."""
+    product = PRODUCTS[name]
+    a, b, t = torch.randn(5, 4), torch.randn(3, 4), torch.randn(5, 4)
+
+    def in_a_level(a: Tensor, t: Tensor) -> Any:
+        with torch.set_grad_enabled(name == "recorded"), forward_ad.dual_level():
+            return tuple(forward_ad.unpack_dual(product(forward_ad.make_dual(a, t), b)))
+
+    def transformed(a: Tensor, t: Tensor) -> Any:
+        return torch.func.jvp(lambda a: product(a, b), (a,), (t,))
+
+    wanted = in_a_level(a, t)
+    torch.testing.assert_close(wanted, transformed(a, t))
+    for function in (in_a_level, transformed):
+        torch._dynamo.reset()
+        compiled = torch.compile(function, backend="eager", fullgraph=True)
+        torch.testing.assert_close(compiled(a, t), wanted)
+
+
+def test_a_gradient_with_a_tangent_inside_a_graph() -> None:
+    a, b, grad, t = torch.randn(5, 4), leaf(3, 4).float(), torch.randn(5, 3), torch.randn(5, 3)
+    a.requires_grad_()
+    products = [tmm_core.linear(a, b), tmm_core.linear(a, b, epilogue="relu")]
+    groups = tmm_core.grouped_matmul(a, b.t().expand(2, -1, -1), offs=GROUPS)
+    for y in (*products, groups):
+        (wanted,) = torch.autograd.grad(y, a, t, retain_graph=True)
+        with forward_ad.dual_level():
+            level, forward_ad._current_level = forward_ad._current_level, -1  # as in a graph
+            try:
+                dual = forward_ad.make_dual(grad, t, level=0)
+                (found,) = torch.autograd.grad(y, a, dual)
+                tangent = forward_ad.unpack_dual(found, level=0).tangent
+            finally:
+                forward_ad._current_level = level
+        torch.testing.assert_close(tangent, wanted)

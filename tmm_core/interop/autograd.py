@@ -38,7 +38,8 @@ def matmul(*given: Any) -> Tensor:
     if has_format(Arguments(*given)):
         return autograd_state.record(autograd_state.Underivable, autograd_state.by_operator, *given)
     below = fast_path_allowed(*tensors, cast=True, shown=True)
-    eager = below and not any(map(compat.is_batched, tensors[:2]))
+    batched = any(map(compat.is_batched, tensors[:2]))
+    eager = below and not batched and not autograd_state.transformed(*tensors)
     return in_parts(*Arguments(*given)[:-1], eager=eager)
 
 

@@ -105,7 +105,7 @@ class Product(autograd_state.OneLevel):
         kept = None if head.linear else y
         ctx.save_for_backward(a if wants_b else None, b if wants_a else None, kept)
         ctx.call = Call(a, b, bias, residual, alpha, head, transposed, eager)
-        if not eager and autograd_state.transformed():
+        if not eager:
             ctx.save_for_forward(a, b, kept)
             ctx.set_materialize_grads(False)  # an absent tangent is None, not a product of zeros
             ctx.output, ctx.out_dtype = autograd_state.form_of(y), out_dtype
@@ -239,6 +239,7 @@ def _is_direct(grad: Tensor, *saved: Tensor | None) -> bool:
         and not torch.compiler.is_dynamo_compiling()
         and fast_path_allowed(grad, grad, *saved, shown=True)
         and not (compat.is_batched(grad) or grad.is_complex())
+        and not autograd_state.transformed(grad, *saved)
     )
 
 

@@ -100,6 +100,7 @@ def _is_eager(call: GroupedArguments) -> bool:
         not torch.compiler.is_dynamo_compiling()
         and fast_path_allowed(*call[:5], *rows, cast=True, shown=True)
         and not (compat.is_batched(call.a) or compat.is_batched(call.b))
+        and not autograd_state.transformed(*call.given)
     )
 
 
@@ -141,10 +142,9 @@ class _Product(autograd_state.OneLevel):
         ctx.save_for_backward(
             a if wants_b else None, b if wants_a else None, offs, a_index, kept
         )  # fmt: skip
-        if autograd_state.transformed():
-            ctx.save_for_forward(a, b, offs, a_index, kept)
-            ctx.set_materialize_grads(False)  # an absent tangent is None, not a product of zeros
-            ctx.output = autograd_state.form_of(y)
+        ctx.save_for_forward(a, b, offs, a_index, kept)
+        ctx.set_materialize_grads(False)  # an absent tangent is None, not a product of zeros
+        ctx.output = autograd_state.form_of(y)
         ctx.along = ragged_along(a, b)
         ctx.a, ctx.b, ctx.bias, ctx.residual = map(autograd_state.form_of, (a, b, bias, residual))
         ctx.a_column, ctx.b_column = map(autograd_state.is_column_major, (a, b))
@@ -216,7 +216,7 @@ def _spread(bias: Tensor, offs: Tensor, shape: torch.Size, along: str) -> Tensor
 def _multiply(a: Tensor, b: Tensor, offs: Tensor, alpha: float) -> Tensor:
     """Return a grouped product that is zero beyond the last group."""
     call = GroupedArguments(a, b, offs, alpha=alpha, zeroed=True)
-    seen = autograd_state.recorded(a, b) or compat.is_batched(a) or compat.is_batched(b)
+    seen = autograd_state.differentiated(a, b) or compat.is_batched(a) or compat.is_batched(b)
     if not torch.compiler.is_dynamo_compiling() and not seen and fast_path_allowed(a, b, offs):
         if a.dim() == b.dim() and b.shape[1] != grouped_strides(b.shape, b.dtype)[0]:
             # Autograd would copy a gradient with padded rows for a weight without padding.
