@@ -133,7 +133,7 @@ SKIPPED_ROWS = [
            'more = ("", ctx.out_dtype, a_index)', "the tangent of a skipped row is undefined",
            (f"{SKIPPED}::test_the_tangent_of_a_skipped_row_is_zero",)),
     Mutant("absent-tangent", "interop/grouped_operator.py",
-           "            ctx.set_materialize_grads(False)", "            ctx.set_materialize_grads(True)",
+           "        ctx.set_materialize_grads(False)", "        ctx.set_materialize_grads(True)",
            "an absent tangent multiplies weights by zero",
            (f"{SKIPPED}::test_the_tangent_of_a_bias_does_not_read_the_weights",)),
     Mutant("absent-tangent-plain", "interop/gradients.py",
