@@ -29,6 +29,7 @@ from tmm_core.triton import (
 from tmm_triton import reduction_order, scaled_step
 from tmm_triton.blocks import step as plain_step
 from tmm_triton.flags import Counters
+from tmm_triton.pdl import Overlapping, hopper_or_later
 
 #: Bytes of the widest load and store of one thread; the alignment in ``Operand.aligned``.
 VECTOR = 16
@@ -188,9 +189,11 @@ def build(
 
     ``{a,b,bias,residual,out}_ptr``, ``M N K``, ``stride_{a,b,r,o}{z,…}``, ``stride_bias``,
     ``alpha``, ``{a,b}_scale_ptr``, ``{A,B}_SCALE``, ``STEP``, ``EPILOGUE``, ``PRECISION``, and
-    the config's upper-case fields. A ragged problem also has ``G``, its number of groups,
-    ``stride_biasz``, and ``{offs,a_index,out_index,out_weights}_ptr``; its groups are like the
-    products of a batch. ``GROUP_M`` is passed at run time, the other fields are constants.
+    the config's upper-case fields. A config with a field ``early`` also has ``OVERLAPS`` and
+    ``EARLY``: whether the launch overlaps the previous one, and whether b is loaded before that one
+    has ended. A ragged problem also has ``G``, its number of groups, ``stride_biasz``, and
+    ``{offs,a_index,out_index,out_weights}_ptr``; its groups are like the products of a batch.
+    ``GROUP_M`` is passed at run time, the other fields are constants.
     ``constants`` and ``own`` name the kernel's own arguments and take precedence. All other
     arguments are None: the problem does not have them.
     """
@@ -202,6 +205,10 @@ def build(
     if group := known.pop("GROUP_M", None):
         # Not a constant: for a long M half of the configs differ in nothing else.
         shared["GROUP_M"] = "i32", group
+    if isinstance(config, Overlapping):
+        overlaps = config.early != "" and hopper_or_later(problem)
+        known |= {"OVERLAPS": overlaps, "EARLY": overlaps and config.early == "b"}
+        options["launch_pdl"] = overlaps
     shared |= own or {}
     known |= constants or {}
     compiled: dict[str, Any] = {"num_warps": config.num_warps, "num_stages": config.num_stages}

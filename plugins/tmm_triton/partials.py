@@ -16,7 +16,7 @@ import triton.language as tl
 from tmm_core import Problem
 from tmm_triton.blocks import finish, rescale
 from tmm_triton.operands import Build, TileConfig, Typed, build
-from tmm_triton.triton_kernel import hopper_or_later
+from tmm_triton.pdl import hopper_or_later
 
 #: Limit of the workspace, in bytes. A larger one costs more traffic than splitting saves. Kernels
 #: index it with 32 bits.

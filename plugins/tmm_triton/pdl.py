@@ -30,6 +30,12 @@ class Overlapping(Config):
         return ("static_weights",) if self.early == "b" else ()
 
 
+def hopper_or_later(problem: Problem) -> bool:
+    """Whether the GPU has Hopper's features: ``wgmma`` (or its successor), bulk tensor copies,
+    programmatic dependent launch."""
+    return problem.device.nvidia and problem.device.capability >= (9, 0)
+
+
 #: Maximum number of rows for which overlap is tried.
 FEW_ROWS = 128
 #: Number of configs whose ``early`` variants are tried: the best tile does not depend on it.
@@ -69,8 +75,6 @@ def with_early(configs: list[C], ways: Sequence[str]) -> list[C]:
 def ways(problem: Problem) -> tuple[str, ...]:
     """The ``early`` values to try for a kernel in plain Triton: the end of a launch matters only if
     reading b dominates."""
-    device = problem.device
-    able = device.nvidia and device.capability >= (9, 0)
-    if problem.m > FEW_ROWS or problem.batch > 1 or not able:
+    if problem.m > FEW_ROWS or problem.batch > 1 or not hopper_or_later(problem):
         return ()
     return ("b", "wait") if problem.static_weights else ("wait",)

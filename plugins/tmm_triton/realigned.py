@@ -47,8 +47,9 @@ from tmm_core.triton import pointer
 from tmm_triton.blocks import words
 from tmm_triton.hopper.config import WarpSpecializedConfig
 from tmm_triton.operands import VECTOR, Build
+from tmm_triton.pdl import hopper_or_later
 from tmm_triton.plugin import load
-from tmm_triton.triton_kernel import POINTERS, Built, hopper_or_later, version_with
+from tmm_triton.triton_kernel import POINTERS, Built, version_with
 
 #: The kernels that may multiply the realigned operands, the least demanding last.
 _INNER = (

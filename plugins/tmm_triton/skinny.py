@@ -41,7 +41,7 @@ from tmm_triton import roofline
 from tmm_triton.blocks import finish
 from tmm_triton.operands import VECTOR, Build, TileConfig, build, check
 from tmm_triton.pdl import Overlapping, check_early, ways, with_early
-from tmm_triton.triton_kernel import POINTERS, TritonKernel, hopper_or_later
+from tmm_triton.triton_kernel import POINTERS, TritonKernel
 
 #: Columns of the widest tile of ``a`` transposed. On an H200 32 rows were no faster than with
 #: ``triton.split_k``: each warp reads all rows of ``a`` for its 16 columns of ``b``.
@@ -255,19 +255,16 @@ class Skinny(TritonKernel[SkinnyConfig]):
         return machine.EMPTY_US + machine.RAMP_US + reading + _STEP_US * steps
 
     def builds(self, problem: Problem, config: SkinnyConfig) -> list[Build]:
-        overlaps = config.early != "" and hopper_or_later(problem)
         constants = {
             "WARPS_K": config.num_warps,
             "AHEAD": config.num_stages == 2,
             "WHOLE_M": problem.m % config.BLOCK_M == 0,
             "WHOLE_N": problem.n % config.BLOCK_N == 0,
             "WHOLE_K": problem.k % config.BLOCK_K == 0,
-            "OVERLAPS": overlaps,
-            "EARLY": overlaps and config.early == "b",
         }
         # Without this limit ptxas spills, to save registers for one more resident block.
         registers = config.registers(problem) + 48
-        options: dict[str, Any] = {"launch_pdl": overlaps}
+        options: dict[str, Any] = {}
         if config.num_stages == 2:
             options["maxnreg"] = min(255, registers // 8 * 8)
         grid = (-(-problem.n // config.BLOCK_N), problem.batch, -(-problem.m // config.BLOCK_M))

@@ -28,9 +28,9 @@ from tmm_triton import reduction_order
 from tmm_triton.blocks import finish, load, rescale
 from tmm_triton.operands import Build, TileConfig, Typed, build, check
 from tmm_triton.partials import MOST_WORKSPACE, REDUCE_US, reduction
-from tmm_triton.pdl import Overlapping, check_early, ways, with_early
+from tmm_triton.pdl import Overlapping, check_early, hopper_or_later, ways, with_early
 from tmm_triton.scaled_step import advance, stored, stored_range
-from tmm_triton.triton_kernel import STEPPED, TritonKernel, hopper_or_later
+from tmm_triton.triton_kernel import STEPPED, TritonKernel
 
 
 @triton.jit
@@ -271,17 +271,14 @@ class SplitK(TritonKernel[SplitKConfig]):
         split = config.SPLIT_K > 1
         own: Typed = {"partials_ptr": ("*fp32", "workspace")} if split else {}
         through = config.num_stages == 1
-        overlaps = config.early != "" and hopper_or_later(problem)
         constants = {
             "WHOLE_K": problem.k % config.BLOCK_K == 0,
             "THROUGH_REGISTERS": through,
             "A_ONCE": through and problem.n <= config.BLOCK_N,
             "B_ONCE": through and problem.m <= config.BLOCK_M,
-            "OVERLAPS": overlaps,
-            "EARLY": overlaps and config.early == "b",
         }
         grid = config.tiles(problem), config.SPLIT_K, problem.batch
-        main = build(split_k_kernel, problem, config, grid, constants, own, launch_pdl=overlaps)
+        main = build(split_k_kernel, problem, config, grid, constants, own)
         if not split:
             return [main]
         apart = problem.batch * problem.m * problem.n

@@ -31,7 +31,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 from triton.experimental.gluon import jit
 from triton.experimental.gluon import language as gl
@@ -45,7 +44,7 @@ from tmm_triton.blocks import add_residual, affine, finish, store
 from tmm_triton.operands import Build, TileConfig, build, check
 from tmm_triton.pdl import Overlapping, check_early, ways, with_early
 from tmm_triton.skinny import Skinny, against_rows
-from tmm_triton.triton_kernel import TritonKernel, hopper_or_later
+from tmm_triton.triton_kernel import TritonKernel
 
 #: Values along K in one step of a warp.
 STEP = 128
@@ -503,7 +502,6 @@ class Streaming(TritonKernel[StreamingConfig]):
         return us * (1 + _ROW * problem.m)
 
     def builds(self, problem: Problem, config: StreamingConfig) -> list[Build]:
-        overlaps = config.early != "" and hopper_or_later(problem)
         form = problem.b.form
         assert form is not None
         per = word_decoders.PER_WORD[form.name]
@@ -526,14 +524,8 @@ class Streaming(TritonKernel[StreamingConfig]):
             "WHOLE": problem.k % (config.BLOCK_K * config.num_stages) == 0,
             "STAGES": config.num_stages,
             "PIECES": pieces,
-            "OVERLAPS": overlaps,
-            "EARLY": overlaps and config.early == "b",
         }
         grid = (-(-problem.n // config.BLOCK_N), problem.batch, 1)
+        constants |= _row_scale(problem)
         registers = roofline.register_limit(problem, config)
-        options: dict[str, Any] = {"launch_pdl": overlaps, "maxnreg": registers}
-        return [
-            build(
-                streaming_kernel, problem, config, grid, constants | _row_scale(problem), **options
-            )
-        ]
+        return [build(streaming_kernel, problem, config, grid, constants, maxnreg=registers)]

@@ -27,8 +27,9 @@ from tmm_core import ConfigError, Problem, Traits
 from tmm_triton.blocks import add_residual, affine, load, parts, rescale, store, tile_of
 from tmm_triton.operands import Build, TileConfig, build, check
 from tmm_triton.output_ports import KINDS, MOST, REDUCES, Ports, put, put_groups, whole_groups
+from tmm_triton.pdl import hopper_or_later
 from tmm_triton.scaled_step import advance, stored, stored_range
-from tmm_triton.triton_kernel import STEPPED, TritonKernel, group_sizes, hopper_or_later
+from tmm_triton.triton_kernel import STEPPED, TritonKernel, group_sizes
 
 
 @triton.jit

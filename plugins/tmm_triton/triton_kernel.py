@@ -18,6 +18,7 @@ from tmm_core import ANY, Anatomy, Config, Kernel, Launcher, Machine, Problem, R
 from tmm_core.triton import SEARCH_LIMITED, launcher, reraise, target_of, toolchain
 from tmm_triton import reduction_order, roofline, tile_anatomy
 from tmm_triton.operands import Build, TileConfig
+from tmm_triton.pdl import hopper_or_later
 
 C = TypeVar("C", bound=TileConfig)
 D = TypeVar("D", bound=Config)
@@ -244,12 +245,6 @@ _FMA: list[tuple[int, ...]] = [
     (32, 32, 32, 3, 4),
     (16, 32, 32, 3, 2),
 ]
-
-
-def hopper_or_later(problem: Problem) -> bool:
-    """Whether the GPU has Hopper's features: ``wgmma`` (or its successor), bulk tensor copies,
-    programmatic dependent launch."""
-    return problem.device.nvidia and problem.device.capability >= (9, 0)
 
 
 def _fitting(problem: Problem, configs: Iterable[C]) -> list[C]:

@@ -264,9 +264,7 @@ ELSEWHERE = [
            "an old weight is read", _PROPOSED),
     Mutant("early-word-split-k", "split_k.py", "(TileConfig, Overlapping)", "(TileConfig)",
            "an old weight is read", _PROPOSED),
-    Mutant("skinny-wait-is-early", "skinny.py", '"EARLY": overlaps and config.early == "b",',
-           '"EARLY": overlaps,', "a weight is read before the wait without the word", _BUILT),
-    Mutant("split-k-wait-is-early", "split_k.py",
+    Mutant("wait-is-early", "tmm_triton/operands.py",
            '"EARLY": overlaps and config.early == "b"', '"EARLY": overlaps',
            "a weight is read before the wait without the word", _BUILT),
 ]  # fmt: skip

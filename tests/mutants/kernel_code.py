@@ -142,8 +142,8 @@ KERNELS = [
     Mutant(
         "early-of-amd",
         "tmm_triton/pdl.py",
-        "device.nvidia and device.capability",
-        "device.capability",
+        "problem.device.nvidia and problem.device.capability",
+        "problem.device.capability",
         "an MI200 times configs that differ in nothing",
         ("tests/plugins/test_dependent_launch.py::test_other_gpus_overlap_no_launches",),
     ),
