@@ -6,7 +6,6 @@ Nothing here reads the values of ``offs``: they stay on the device.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
@@ -21,7 +20,6 @@ from tmm_core.launch.check import (
     result_dtype,
 )
 from tmm_core.launch.codegen import written
-from tmm_core.launch.nesting import add_entry
 from tmm_core.spec.arguments import (
     GROUPED_EXTRAS,
     GROUPED_ROLES,
@@ -216,15 +214,6 @@ _LAUNCH = (
     "plan.with_extras(a, b, each_bias(bias, offs), residual, alpha, out, "
     f"{', '.join(GROUPED_EXTRAS)})"
 )
-
-
-def _entry(name: str, replays: bool) -> Callable[..., Any]:
-    body = warm.entry(GROUPED_ROLES, GroupedArguments, _LAUNCH, _LAUNCH, replays)
-    taken = parameters(GroupedArguments._fields, GroupedArguments)
-    function: Callable[..., Any] = written(name, taken, body, warm.NAMES | globals())
-    add_entry(function)
-    return function
-
-
-run: Callable[..., Tensor] = _entry("run", replays=False)
-replay: Callable[..., Tensor | None] = _entry("replay", replays=True)
+run, replay = warm.entries(
+    GROUPED_ROLES, GroupedArguments, _LAUNCH, _LAUNCH, warm.NAMES | globals()
+)

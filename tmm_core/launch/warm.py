@@ -1,7 +1,7 @@
 """The path of a warm call: one tuple, one look-up, one launch.
 
-Parsing, checking, choosing and compiling happen when the look-up misses. The two functions of a
-warm call are generated from the table of arguments, by :func:`entry` and :func:`fast_path_checks`.
+Parsing, checking, choosing and compiling happen when the look-up misses. The functions of a warm
+call are generated from the table of arguments, by :func:`entries` and :func:`fast_path_checks`.
 Tracebacks show their sources.
 """
 
@@ -371,28 +371,33 @@ def fast_path_checks(tensors: Sequence[str]) -> Iterator[str]:
     yield ")"
 
 
-def entry(
+def entries(
     roles: Sequence[Role],
     arguments: type[Arguments | GroupedArguments],
     launch: str,
     launch_stored: str,
-    replays: bool = False,
-) -> Iterator[str]:
-    """Yield the body of an entry to launches. One branch is for plain operands, with a shorter key;
-    one is for stored operands. Each has the source of its launch.
-
-    Args:
-        replays: The function returns None where there is no plan yet.
-    """
-    absent = [f"{name} is None" for name in EXTRAS]
-    yield f"if {' and '.join(absent)} and not formats:"
+    names: dict[str, Any],
+) -> tuple[Callable[..., Tensor], Callable[..., Tensor | None]]:
+    """Return the function that computes a call, with any plan, and the function that computes a
+    call like one before, and returns None if there was none. One branch is for plain operands, with
+    a shorter key; one is for stored operands. Each has the source of its launch."""
     plain = [role for role in roles if role.name not in (*EXTRAS, "formats")]
-    for line in _replay(plain, arguments, launch, replays):
-        yield f"    {line}"
-    yield "else:"
-    for line in _replay(roles, arguments, launch_stored, replays):
-        yield f"    {line}"
-    yield "return None" if replays else f"return run({', '.join(arguments._fields)})"
+    absent = [f"{name} is None" for name in EXTRAS]
+    call = ", ".join(arguments._fields)
+    functions = []
+    for name, ends in (("run", f"return run({call})"), ("replay", "return None")):
+        of_plain = _replay(plain, arguments, launch, replays=name == "replay")
+        of_stored = _replay(roles, arguments, launch_stored, replays=name == "replay")
+        body = [
+            f"if {' and '.join(absent)} and not formats:",
+            *(f"    {line}" for line in of_plain),
+            "else:",
+            *(f"    {line}" for line in of_stored),
+            ends,
+        ]
+        functions.append(written(name, parameters(arguments._fields, arguments), body, names))
+        add_entry(functions[-1])
+    return functions[0], functions[1]
 
 
 def _replay(
@@ -447,16 +452,10 @@ fast_path_allowed: Callable[..., bool] = written(
 )
 
 
-def _entry(name: str, replays: bool) -> Callable[..., Any]:
-    launch = f"plan.launcher({', '.join(LAUNCHED)})"
-    stored = f"plan.with_extras({', '.join((*LAUNCHED, *EXTRAS))})"
-    body = entry(ROLES, Arguments, launch, stored, replays)
-    function: Callable[..., Any] = written(name, parameters(Arguments._fields), body, NAMES)
-    add_entry(function)
-    return function
-
-
-#: Compute a call, with any plan.
-run: Callable[..., Tensor] = _entry("run", replays=False)
-#: Compute a call like one before; None if there was none.
-replay: Callable[..., Tensor | None] = _entry("replay", replays=True)
+run, replay = entries(
+    ROLES,
+    Arguments,
+    f"plan.launcher({', '.join(LAUNCHED)})",
+    f"plan.with_extras({', '.join((*LAUNCHED, *EXTRAS))})",
+    NAMES,
+)
