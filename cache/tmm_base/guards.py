@@ -55,11 +55,9 @@ def printable(text: str) -> str:
 
 def unwrapped(function: Any) -> Any:
     """The function inside its decorators; the function itself if it wraps itself."""
-    try:
+    with suppress(ValueError):
         return inspect.unwrap(function)
-    except ValueError as error:
-        reraise(error)
-        return function
+    return function
 
 
 # -- exceptions that are raised again ----------------------------------------------------

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Final, TypeAlias, TypeGuard
 
 import msgspec
 from msgspec import Meta
-from tmm_base.guards import reraise
+from tmm_base.guards import reraise, suppress
 
 from tmm_cache.cache_errors import RecordError
 from tmm_cache.keys import canonical
@@ -121,12 +121,10 @@ def shown(value: object) -> str:
         return "an object"
     if isinstance(value, list):
         return "a list"
-    try:
+    with suppress(ValueError):  # an integer with more digits than Python prints
         text = repr(value)
-    except ValueError as error:  # an integer with more digits than Python prints
-        reraise(error)
-        return "a huge integer"
-    return text if len(text) <= _FOUND_MAX else text[:_FOUND_MAX] + "…"
+        return text if len(text) <= _FOUND_MAX else text[:_FOUND_MAX] + "…"
+    return "a huge integer"
 
 
 def is_name(value: object) -> TypeGuard[str]:

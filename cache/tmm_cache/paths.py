@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from tmm_base import UsageError
-from tmm_base.guards import reraise
+from tmm_base.guards import reraise, suppress
 
 from tmm_cache.cache_errors import warn_once
 from tmm_cache.keys import DIGEST_DIGITS, is_slug
@@ -69,18 +69,14 @@ def shipped_layers(environ: Mapping[str, str] = os.environ) -> tuple[Path, ...]:
     from importlib.metadata import entry_points
     from importlib.util import find_spec
 
-    try:
+    found = {("", OWN_PACKAGE)}
+    with suppress(Exception):  # the metadata of any package is damaged; the registry reports it
         found = {(each.name, each.value) for each in entry_points(group=SHIPPED_GROUP)}
-    except Exception as error:  # the metadata of any package is damaged; the registry reports it
-        reraise(error)
-        found = {("", OWN_PACKAGE)}
     folders: dict[Path, None] = {}
     for _, package in sorted(found, key=lambda each: (each[1] == OWN_PACKAGE, each[0])):
-        try:
+        spec = None
+        with suppress(ImportError, ValueError):
             spec = None if "." in package else find_spec(package)
-        except (ImportError, ValueError) as error:
-            reraise(error)
-            continue
         for place in (spec and spec.submodule_search_locations) or ():
             folder = Path(place, "records")
             if os.path.isdir(folder):  # Path.is_dir raises on EACCES

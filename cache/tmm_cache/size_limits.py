@@ -166,11 +166,8 @@ def _entries(folder: str | os.PathLike[str], names: re.Pattern[str]) -> Iterator
 
 def _drop(file: _File) -> bool:
     """Remove a file and its lock, unless it was used or rewritten since the listing."""
-    try:
-        if os.stat(file.path).st_mtime_ns != file.used_ns:
-            return False
-        remove_with_lock(file.path)
-    except OSError as error:
-        reraise(error)
-        return False
-    return True
+    with suppress(OSError):
+        if os.stat(file.path).st_mtime_ns == file.used_ns:
+            remove_with_lock(file.path)
+            return True
+    return False

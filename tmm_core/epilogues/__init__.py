@@ -23,10 +23,11 @@ from dataclasses import fields, replace
 from typing import Any
 
 import torch
+from tmm_base.guards import suppress
 from torch import nn
 
 from tmm_core.epilogues._gated import GATED_BY
-from tmm_core.errors import UnknownNameError, reraise
+from tmm_core.errors import UnknownNameError
 from tmm_core.spec.epilogue import IDENTITY, INTERNED, Epilogue, EpilogueLike
 from tmm_core.spec.port import Port
 
@@ -133,11 +134,9 @@ def text_of(activation: Callable[..., Any]) -> str:
         # Without ``inplace``: nothing else uses the product.
         given = {k: v for k, v in function.keywords.items() if k != "inplace"}
         function = function.func
-    try:
+    text = None
+    with suppress(TypeError):  # unhashable
         text = SPELLINGS.get(type(function) if isinstance(function, nn.Module) else function)
-    except TypeError as error:  # unhashable
-        reraise(error)
-        text = None
     if callable(text):
         arguments = inspect.signature(text).parameters
         if isinstance(function, nn.Module):

@@ -19,10 +19,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from tmm_base.guards import suppress
 from torch import nn
 
 from tmm_core import api, compat
-from tmm_core.errors import reraise
 from tmm_core.interop import autograd_state, flops
 from tmm_core.interop.libraries import define
 from tmm_core.nn.classes import own, subclass
@@ -161,12 +161,9 @@ def names_of(kind: type[nn.Module]) -> tuple[str, ...]:
 
 @functools.cache
 def _projected(forward: Any) -> tuple[str, ...]:
-    try:
-        source = textwrap.dedent(inspect.getsource(forward))
-        function = ast.parse(source).body[0]
-    except (OSError, TypeError, ValueError, SyntaxError) as error:  # ValueError: it wraps itself
-        reraise(error)
-        return ()
+    function = None
+    with suppress(OSError, TypeError, ValueError, SyntaxError):  # ValueError: it wraps itself
+        function = ast.parse(textwrap.dedent(inspect.getsource(forward))).body[0]
     if not isinstance(function, ast.FunctionDef):
         return ()
     heads = dict(_head_shapes(function))

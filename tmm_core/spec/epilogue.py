@@ -21,8 +21,9 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Union
 
 import torch
+from tmm_base.guards import suppress
 
-from tmm_core.errors import of_the_call, reraise, shown
+from tmm_core.errors import of_the_call, shown
 from tmm_core.spec.code import PROCESS
 from tmm_core.spec.identity import cells_of, frozen, identity, lasting_text, reader_of
 from tmm_core.spec.port import DTYPES, Port
@@ -432,11 +433,9 @@ def _defaults(epilogue: Epilogue) -> tuple[float, ...]:
     if epilogue.stages:
         return ()
     operands = 2 if epilogue.gated else 1
-    try:
+    arguments: list[inspect.Parameter] = []
+    with suppress(TypeError, ValueError):  # written in C
         arguments = list(inspect.signature(epilogue.reference).parameters.values())[operands:]
-    except (TypeError, ValueError) as error:  # written in C
-        reraise(error)
-        return ()
     # Parameters are passed by position.
     by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     given = itertools.takewhile(lambda argument: argument.kind in by_position, arguments)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-from tmm_core.errors import reraise
+from tmm_base.guards import suppress
 
 # -- names in Gluon, which is experimental -------------------------------------------------------
 
@@ -120,11 +120,9 @@ _CALLED_WITH = (
 
 def called_as_known(launcher: type) -> bool:
     """Whether the class of launcher objects takes the arguments that tmm passes, in its order."""
-    try:
+    parameters: list[inspect.Parameter] = []
+    with suppress(AttributeError, TypeError, ValueError):
         parameters = list(inspect.signature(launcher.__call__).parameters.values())[1:]
-    except (AttributeError, TypeError, ValueError) as error:
-        reraise(error)
-        return False
     named = tuple(each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD)
     rest = [each for each in parameters if each.kind is not each.POSITIONAL_OR_KEYWORD]
     variadic = len(rest) == 1 and rest[0].kind is rest[0].VAR_POSITIONAL
@@ -171,14 +169,11 @@ def c_call(run: Any, *, described: bool) -> CCall | None:
     places[id(function)], places[id(metadata)] = "{_}function", "{_}metadata"
     places[id(None)] = "None"
     noted: list[tuple[Any, ...]] = []
-    try:
+    with suppress(Exception):  # whatever a later release does with its arguments
         stand_in = SimpleNamespace(**{**vars(run), "launch": lambda *args: noted.append(args)})
         for _ in range(2):
             # Sizes of scratch memory are multiplied by the grid, which these objects refuse.
             type(run).__call__(stand_in, *grid, stream, function, metadata, None, None, None, *own)
-    except Exception as error:  # whatever a later release does with its arguments
-        reraise(error)
-        return None
     ends = {_ending(arguments, own) for arguments in noted}
     if len(noted) != 2 or ends not in ({_AS_ONE}, {_SPREAD}) or not _holds(noted[0], grid):
         return None

@@ -286,12 +286,10 @@ class _Host:
             if self.ended:
                 return False
             self._pending[number] = future, job["limit"]
-        try:
+        with suppress(TypeError, ValueError):  # a config that is not JSON
             self._write({**request, **job, "id": number})
-        except (TypeError, ValueError) as error:  # a config that is not JSON
-            reraise(error)
-            return self._pending.pop(number, None) is None
-        return True
+            return True
+        return self._pending.pop(number, None) is None
 
     def cancel(self, futures: set[Future[None]]) -> None:
         """Cancel the pending ones of ``futures``."""
