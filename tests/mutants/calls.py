@@ -9,7 +9,7 @@ PLAN = "tests/core/test_plan.py"
 
 #: The code that writes the key of a warm call, part by part.
 _PART = '        yield f"    {part},"\n'
-_ALL = "_replay(roles, arguments, launch_stored, replays)"
+_ALL = "_replay(roles, arguments, launch_stored, "
 
 
 def _key(name: str, old: str, new: str, why: str) -> Mutant:
