@@ -767,6 +767,34 @@ def test_a_gate_whose_memory_another_layer_has_too_stays_apart(name: str) -> Non
     assert model["tied"].weight.data_ptr() == getattr(model["mlp"], name).weight.data_ptr()
 
 
+def _of_an_array(numbers: Any) -> Any:
+    array = numbers.numpy().copy()
+    return torch.from_numpy(array), array
+
+
+def _of_a_buffer(numbers: Any) -> Any:
+    buffer = bytearray(numbers.numpy().tobytes())
+    seen = torch.frombuffer(buffer, dtype=torch.float32).view(numbers.shape)
+    return seen, torch.frombuffer(buffer, dtype=torch.float32)
+
+
+def _of_a_replica(numbers: Any) -> Any:
+    replica = GatedMLP(12, 16)
+    replica.up_proj.weight.data.copy_(numbers)
+    return replica.state_dict()["up_proj.weight"], replica.up_proj.weight.detach()
+
+
+@pytest.mark.parametrize("made", [_of_an_array, _of_a_buffer, _of_a_replica])
+def test_a_gate_in_memory_of_other_code_stays_there(made: Any) -> None:
+    model, x = Gated(), torch.randn(3, 12)
+    weight, other = made(torch.randn(16, 12))
+    model.up.weight = nn.Parameter(weight)
+    convert(model)
+    other *= 2
+    y = F.linear(F.silu(model.fc1(x)) * F.linear(x, weight, model.up.bias), model.fc2.weight)
+    torch.testing.assert_close(model(x), y + model.fc2.bias)
+
+
 # -- the report --------------------------------------------------------------------------
 
 

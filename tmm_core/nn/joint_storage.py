@@ -123,10 +123,12 @@ def move_together(*parts: Tensor) -> None:
 
 
 def _alone(parameter: Tensor) -> bool:
-    """Whether a parameter owns its memory: flattened and sharded ones are views of another's."""
+    """Whether a parameter owns its memory: flattened and sharded ones are views of another's, and
+    memory that torch did not allocate is another object's, such as an array's."""
     if type(parameter) is not nn.Parameter or parameter.is_meta or parameter.is_sparse:
         return False
-    return whole(parameter) and not between_processes(parameter)
+    own = whole(parameter) and parameter.untyped_storage().resizable()
+    return own and not between_processes(parameter)
 
 
 def between_processes(t: Tensor) -> bool:
