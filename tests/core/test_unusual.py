@@ -79,6 +79,15 @@ def test_jagged_and_nested_operands() -> None:
         torch.testing.assert_close(got.float(), rows)
 
 
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
+@pytest.mark.parametrize("activation", ["silu", "gelu", "relu"])
+def test_nested_operands_are_gated(activation: str, layout: torch.layout) -> None:
+    x, mlp = torch.randn(5, 6), GatedMLP(6, 8, activation)
+    rows = torch.nested.nested_tensor([x[:2], x[2:]], layout=layout)
+    with torch.no_grad():
+        torch.testing.assert_close(torch.cat(mlp(rows).unbind()), mlp(x))
+
+
 def test_jagged_operands_in_layers_and_compiled() -> None:
     x, layer, mlp = jagged(2, 3), Linear(6, 8, epilogue="silu"), GatedMLP(6, 8)
     halves = F.linear(x.values(), mlp.gate_proj.weight), F.linear(x.values(), mlp.up_proj.weight)

@@ -621,4 +621,8 @@ FRESH = [
            "seen = autograd_state.differentiated(a, b)", "seen = autograd_state.recorded(a, b)",
            "the tangent of a grouped product's gradient is lost inside a graph",
            ("tests/core/test_autograd.py::test_a_gradient_with_a_tangent_inside_a_graph",)),
+    Mutant("fresh-nested-halves", "spec/epilogue.py",
+           "if z.is_nested else halves", "if False else halves",
+           "a gated MLP refuses nested tensors, which its layers take",
+           ("tests/core/test_unusual.py::test_nested_operands_are_gated",)),
 ]  # fmt: skip

@@ -396,7 +396,11 @@ class Epilogue:
         all of it."""
         if self.interleaved:
             return z[..., 0::2], z[..., 1::2]
-        return z.chunk(2, dim=-1) if self.gated else (z,)
+        if not self.gated:
+            return (z,)
+        halves = z.chunk(2, dim=-1)
+        # Torch applies functions to nested tensors only if they are contiguous.
+        return tuple(half.contiguous() for half in halves) if z.is_nested else halves
 
     def sources(self, columns: torch.Tensor, n: int) -> torch.Tensor:
         """Return the columns of the product from which ``columns`` of an output of width ``n`` are
