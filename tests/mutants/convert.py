@@ -307,7 +307,7 @@ CONVERTED = [
            "attention with quantised weights, as WavLM's, raises",
            ("tests/core/test_quantized_tensor.py::test_attention_of_several_heads_uses_the_values",)),
     Mutant("shared-moved", "nn/joint_storage.py",
-           "return whole(parameter) and not between_processes(parameter)", "return whole(parameter)",
+           "return own and not between_processes(parameter)", "return own",
            "other processes keep the memory of weights that were moved",
            ("tests/core/test_nn.py::test_memory_that_other_processes_share_is_not_moved",)),
     Mutant("shared-moved-stored", "nn/joint_storage.py",
