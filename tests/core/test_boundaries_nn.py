@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Iterator
@@ -591,3 +592,34 @@ def test_a_sharded_layer_with_hooks_that_a_joint_product_skips_is_left(
     assert sharded._column_sharded(layer)
     layer.bias = nn.Parameter(torch.randn(4))
     assert not sharded._column_sharded(layer)
+
+
+def placing_hook(layout: str) -> Any:
+    """A hook as ``distribute_module`` makes it, of a style that places in this layout."""
+    place: Any = functools.partial(print, layout)
+
+    def hook(module: Any, *given: Any) -> Any:
+        return place(*given)
+
+    hook.__module__ = "torch.distributed.tensor._api"
+    hook.__qualname__ = "distribute_module.<locals>.<lambda>"
+    return hook
+
+
+@pytest.mark.parametrize("register", ["register_forward_pre_hook", "register_forward_hook"])
+@pytest.mark.parametrize(
+    ("of_gate", "of_up", "alike"),
+    [("rows", "rows", True), ("rows", "columns", False), ("rows", None, False)],
+)
+def test_two_layers_are_placed_alike_by_equal_hooks(
+    register: str, of_gate: str, of_up: str | None, alike: bool
+) -> None:
+    gate, up = Linear(6, 4), Linear(6, 4)
+    assert sharded._placed_alike(gate, up)
+    getattr(gate, register)(placing_hook(of_gate))
+    if of_up is not None:
+        getattr(up, register)(placing_hook(of_up))
+    for _ in range(2):  # the second answer is kept
+        assert sharded._placed_alike(gate, up) is alike
+    getattr(up, register)(print)
+    assert not sharded._placed_alike(gate, up)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
+import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -729,6 +730,21 @@ def test_a_result_is_a_new_tensor_of_the_call(returned: Any, text: str | None) -
     )
     with expected:
         checks._launch(data.sets()[0])
+
+
+def test_a_launch_in_the_interpreter_leaves_the_filters_of_warnings() -> None:
+    """There it ignores numpy's warnings of NaN."""
+    instance = problem(m=4, n=4, k=4)
+    instance = replace(instance, device=replace(instance.device, interpreted=True))
+    data = DataSets(instance, CPU, 1 << 26)
+
+    def launch(a: Any, b: Any, bias: Any, residual: Any, alpha: float, out: Any) -> Any:
+        warnings.warn("invalid value", RuntimeWarning, stacklevel=1)
+        return a @ b
+
+    before = list(warnings.filters)
+    CheckedLauncher(data, launch, True, False)._launch(data.sets()[0])
+    assert warnings.filters == before
 
 
 @pytest.mark.parametrize("name", ["a", "b", "residual"])

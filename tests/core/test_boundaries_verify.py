@@ -992,7 +992,8 @@ def test_no_planted_value_hides_another() -> None:
     )
     for seed in range(20):
         for axis, count in CHANGES.items():
-            changes = nonfinite._changes(instance, inputs, axis, random.Random(seed))
+            changes = [*nonfinite._changes(instance, inputs, axis, random.Random(seed))]
+            assert all(change.tensor[change.index].dim() == 0 for change in changes)
             places = [place for change in changes for place in change.places]
             assert len(places) == len(set(places)) == count, (seed, axis, places)
 
