@@ -80,6 +80,11 @@ def three_parts(self: Any, x: Tensor) -> Tensor:
     return F.silu(parts[0]) * parts[1]
 
 
+def sorted_by_column(self: Any, x: Tensor) -> Tensor:
+    values, order = self.up(x).sort(dim=-1)
+    return self.down(F.silu(values) * order)
+
+
 def half_used_again(self: Any, x: Tensor) -> Tensor:
     gate, up = self.wide(x).chunk(2, dim=-1)
     return self.down(F.silu(gate) * up) + up
@@ -190,6 +195,7 @@ def gate_of_itself(self: Any, x: Tensor) -> Tensor:
         (second_half, ["linear"] * 3, "its gate is the second half of the product"),
         (halves_of_rows, ["linear"] * 3, None),
         (three_parts, ["linear"] * 3, None),
+        (sorted_by_column, ["linear"] * 3, None),
         (half_used_again, ["linear"] * 3, "its halves are not multiplied and nothing else"),
         (gate_used_again, ["linear"] * 3, "its halves are not multiplied and nothing else"),
         (added, ["linear"] * 3, "its halves are not multiplied and nothing else"),
@@ -199,7 +205,6 @@ def gate_of_itself(self: Any, x: Tensor) -> Tensor:
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
-@pytest.mark.slow(quick=3)
 def test_each_pattern_at_its_edge(forward: Any, kinds: list[str], reason: str | None) -> None:
     """The converted model computes the same values, whatever was fused."""
     model = module(forward)

@@ -92,4 +92,9 @@ EDGES = [
            "return width, problem.k",
            "parts of K are expected to take as long as all of it",
            ("tests/plugins/test_proposals.py::test_proposals_are_those_of_the_table",)),
+    Mutant("edges-halves", "nn/fusion_match.py",
+           "        return args.get(\"chunks\") == 2 and args.get(\"dim\") == -1\n    return False",
+           "        return args.get(\"chunks\") == 2 and args.get(\"dim\") == -1\n    return True",
+           "two results of any function are taken for halves",
+           ("tests/core/test_boundaries_fusing.py::test_each_pattern_at_its_edge",)),
 ]  # fmt: skip
