@@ -121,7 +121,6 @@ class Gathered(_Copied[WarpSpecializedConfig]):
     name = "triton.gathered"
     after = WarpSpecialized
     own_version = "3"
-    traits = WarpSpecialized.traits
     config_type = WarpSpecializedConfig
     # Row scales of a would have to be gathered too.
     supports = replace(WarpSpecialized.supports, ragged=("m",), formats=(), scales=())
@@ -133,7 +132,6 @@ class GatheredMixedInput(_Copied[MixedInputConfig]):
     name = "triton.gathered_mixed_input"
     after = MixedInput
     own_version = "1"
-    traits = MixedInput.traits
     config_type = MixedInputConfig
     supports = MixedInput.supports
 

@@ -32,7 +32,7 @@ import triton
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from tmm_core import ANY, ConfigError, Machine, Operand, Problem, Supports, Traits
+from tmm_core import ANY, ConfigError, Machine, Operand, Problem, Supports
 from tmm_core.triton import SEARCH_LIMITED, Described
 from tmm_triton import word_decoders
 from tmm_triton.mixed_input_device import mixed_input_kernel
@@ -382,7 +382,6 @@ class MixedInput(Built[MixedInputConfig]):
 
     name = "triton.mixed_input"
     version = "3"
-    traits = Traits(deterministic=True, batch_invariant=True)
     config_type = MixedInputConfig
     supports = Supports(
         devices=("cuda",),

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tmm_core import Problem, Traits
+from tmm_core import Problem
 from tmm_triton.blocks import finish, load, rescale
 from tmm_triton.operands import Build, TileConfig, build
 from tmm_triton.scaled_step import advance, stored, stored_range
@@ -77,7 +77,6 @@ _SHAPES = [
 class Naive(TritonKernel[TileConfig]):
     name = "triton.naive"
     version = "3"
-    traits = Traits(deterministic=True, batch_invariant=True)
     config_type = TileConfig
     supports = STEPPED
     reach, behind = 0.58, 1.2

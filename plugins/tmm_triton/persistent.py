@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tmm_core import Anatomy, Problem, Traits
+from tmm_core import Anatomy, Problem
 from tmm_core.triton import Described
 from tmm_triton import reduction_order
 from tmm_triton.blocks import add_residual, affine, dot, parts, rescale, store, tile_of
@@ -210,7 +210,6 @@ class PersistentConfig(FusedEpilogueConfig):
 class Persistent(TritonKernel[PersistentConfig]):
     name = "triton.persistent"
     version = "3"
-    traits = Traits(deterministic=True, batch_invariant=True)
     config_type = PersistentConfig
     supports = replace(
         POINTERS,

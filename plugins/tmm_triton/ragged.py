@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 import triton
 import triton.language as tl
 
-from tmm_core import Anatomy, Problem, Traits
+from tmm_core import Anatomy, Problem
 from tmm_core.triton import factors
 from tmm_triton.blocks import affine, load, parts, tile_of
 from tmm_triton.operands import Build, TileConfig, build
@@ -284,7 +284,6 @@ class RaggedConfig(FusedEpilogueConfig):
 class Ragged(TritonKernel[RaggedConfig]):
     name = "triton.ragged"
     version = "3"
-    traits = Traits(deterministic=True, batch_invariant=True)
     config_type = RaggedConfig
     supports = replace(
         STEPPED,

@@ -32,17 +32,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tmm_core import (
-    Anatomy,
-    Config,
-    ConfigError,
-    Kernel,
-    Launcher,
-    Machine,
-    Operand,
-    Problem,
-    Traits,
-)
+from tmm_core import Anatomy, Config, ConfigError, Kernel, Launcher, Machine, Operand, Problem
 from tmm_core.triton import pointer
 from tmm_triton.blocks import words
 from tmm_triton.hopper.config import WarpSpecializedConfig
@@ -180,8 +170,6 @@ class RealignedConfig(Config):
 
 class Realigned(Built[RealignedConfig]):
     name = "triton.realigned"
-    # Copies preserve bits; all inner kernels make these promises.
-    traits = Traits(deterministic=True, batch_invariant=True)
     config_type = RealignedConfig
 
     @functools.cached_property

@@ -36,7 +36,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from tmm_core import Machine, Problem, Traits
+from tmm_core import Machine, Problem
 from tmm_triton import roofline
 from tmm_triton.blocks import finish
 from tmm_triton.operands import VECTOR, Build, TileConfig, build, check
@@ -202,8 +202,6 @@ class Skinny(TritonKernel[SkinnyConfig]):
 
     name = "triton.skinny"
     version = "3"
-    # Each of an MMA's sums has its own order, the same for every row.
-    traits = Traits(deterministic=True, batch_invariant=True)
     config_type = SkinnyConfig
 
     supports = replace(

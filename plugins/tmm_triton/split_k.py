@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 import triton
 import triton.language as tl
 
-from tmm_core import Anatomy, Problem, Traits
+from tmm_core import Anatomy, Problem
 from tmm_triton import reduction_order
 from tmm_triton.blocks import finish, load, rescale
 from tmm_triton.operands import Build, TileConfig, Typed, build, check
@@ -217,7 +217,6 @@ class SplitKConfig(TileConfig, Overlapping):
 class SplitK(TritonKernel[SplitKConfig]):
     name = "triton.split_k"
     version = "3"
-    traits = Traits(deterministic=True, batch_invariant=True)
     config_type = SplitKConfig
     supports = STEPPED
     reach, behind = 0.62, 1.1

@@ -37,7 +37,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from tmm_core import Machine, Problem, Traits
+from tmm_core import Machine, Problem
 from tmm_core.triton import SEARCH_LIMITED
 from tmm_triton import roofline, word_decoders
 from tmm_triton.blocks import add_residual, affine, finish, store
@@ -461,8 +461,6 @@ class Streaming(TritonKernel[StreamingConfig]):
 
     name = "triton.streaming"
     version = "3"
-    # Each of an MMA's sums has its own order, the same for every row.
-    traits = Traits(deterministic=True, batch_invariant=True)
     config_type = StreamingConfig
 
     supports = replace(

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 import triton
 import triton.language as tl
 
-from tmm_core import ConfigError, Problem, Traits
+from tmm_core import ConfigError, Problem
 from tmm_triton.blocks import add_residual, affine, load, parts, rescale, store, tile_of
 from tmm_triton.operands import Build, TileConfig, build, check
 from tmm_triton.output_ports import KINDS, MOST, REDUCES, Ports, put, put_groups, whole_groups
@@ -168,7 +168,6 @@ C = TypeVar("C", bound=GroupedConfig)
 class Tiled(TritonKernel[C]):
     """The common part of ``triton.grouped`` and ``triton.fused_epilogue``."""
 
-    traits = Traits(deterministic=True, batch_invariant=True)
     supports = replace(STEPPED, outputs=KINDS, reduces=REDUCES)
 
     def declines(self, problem: Problem) -> Iterable[str]:

@@ -14,7 +14,18 @@ from typing import Any, ClassVar, TypeVar
 import torch
 import triton
 
-from tmm_core import ANY, Anatomy, Config, Kernel, Launcher, Machine, Problem, Resources, Supports
+from tmm_core import (
+    ANY,
+    Anatomy,
+    Config,
+    Kernel,
+    Launcher,
+    Machine,
+    Problem,
+    Resources,
+    Supports,
+    Traits,
+)
 from tmm_core.triton import SEARCH_LIMITED, launcher, reraise, target_of, toolchain
 from tmm_triton import reduction_order, roofline, tile_anatomy
 from tmm_triton.operands import Build, TileConfig
@@ -58,6 +69,10 @@ STEPPED = replace(POINTERS, scales=("tensor", "row", "group", "block"), zeros=Tr
 
 class Built(Kernel[D]):
     """A kernel that lists its launches, so that it can be compiled without its GPU."""
+
+    #: A config sums every row in one order: a tile in the order of k, parts of K one after the
+    #: other, and each sum of an MMA in its own order. Copies of operands preserve bits.
+    traits = Traits(deterministic=True, batch_invariant=True)
 
     @abc.abstractmethod
     def builds(self, problem: Problem, config: D) -> list[Build]:

@@ -81,7 +81,7 @@ import torch
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from tmm_core import ANY, Anatomy, Problem, Traits
+from tmm_core import ANY, Anatomy, Problem
 from tmm_core.triton import Described, device_function, pointer, port_function
 from tmm_triton import reduction_order, scaled_step
 from tmm_triton.hopper import estimate, search_space, tile_shapes
@@ -137,8 +137,6 @@ class WarpSpecialized(Built[WarpSpecializedConfig]):
 
     name = "triton.warp_specialized"
     version = "3"
-    # A row's sums are formed in the order of k in any tile.
-    traits = Traits(deterministic=True, batch_invariant=True)
     config_type = WarpSpecializedConfig
     supports = replace(
         POINTERS,  # also unaligned operands: see declines
