@@ -993,6 +993,17 @@ def test_tangents_inside_a_graph(name: str) -> None:
         torch.testing.assert_close(compiled(a, t), wanted)
 
 
+@pytest.mark.parametrize("name", ["epilogue", "own derivative", "groups"])
+def test_batched_gradients_after_forward_mode(name: str) -> None:
+    a, b = leaf(5, 4).float(), torch.randn(3, 4)
+    torch.func.jvp(lambda a: PRODUCTS[name](a, b), (a,), (a,))
+    y = PRODUCTS[name](a, b)
+    each = torch.randn(2, *y.shape)
+    (found,) = torch.autograd.grad(y, a, each, is_grads_batched=True, retain_graph=True)
+    for grad, expected in zip(each, found, strict=True):
+        torch.testing.assert_close(torch.autograd.grad(y, a, grad, retain_graph=True)[0], expected)
+
+
 def test_a_gradient_with_a_tangent_inside_a_graph() -> None:
     a, b, grad, t = torch.randn(5, 4), leaf(3, 4).float(), torch.randn(5, 3), torch.randn(5, 3)
     a.requires_grad_()

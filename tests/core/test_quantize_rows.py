@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 pytest.importorskip("triton")
 
@@ -143,6 +144,25 @@ def test_errors_come_first() -> None:
         quantize_rows(x.requires_grad_())
     with torch.no_grad():
         quantize_rows(x)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch's own
+def test_no_derivative_is_lost() -> None:
+    x, t = torch.randn(3, 256), torch.randn(3, 256)
+    rows = quantize_rows(x).dequantize()
+
+    def of_a_vector(scale: Tensor) -> Tensor:
+        return quantize_rows(x).dequantize() * scale
+
+    with pytest.raises(RuntimeError, match="no derivative"):
+        torch.func.jvp(lambda x: quantize_rows(x).dequantize(), (x,), (t,))
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(x, t)
+        with pytest.raises(RuntimeError, match="no derivative"):
+            quantize_rows(dual, group=128)
+        assert torch.equal(quantize_rows(dual.detach()).dequantize(), rows)
+    one = torch.ones(())
+    assert torch.equal(torch.func.jvp(of_a_vector, (one,), (one,))[1], rows)
 
 
 def test_a_compiled_function() -> None:

@@ -40,15 +40,17 @@ def transformed(*tensors: Tensor | None) -> bool:
     if compat.forward_ad._current_level >= 0:
         _forward_mode_was_active = True
         return True
-    return transforms_active() or (_forward_mode_was_active and any(map(_has_tangent, tensors)))
+    return transforms_active() or (_forward_mode_was_active and any(map(has_tangent, tensors)))
 
 
 #: Each query for a tangent takes 2.5 µs, and most processes never use forward mode.
 _forward_mode_was_active = False
 
 
-def _has_tangent(t: Tensor | None) -> bool:
-    return t is not None and forward_ad.unpack_dual(t, level=0).tangent is not None
+def has_tangent(t: Tensor | None) -> bool:
+    if t is None or compat.is_batched(t):  # torch has no rule that unpacks a batch of gradients
+        return False
+    return forward_ad.unpack_dual(t, level=0).tangent is not None
 
 
 def record(function: Any, *arguments: Any) -> Tensor:

@@ -7,6 +7,7 @@ import math
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from tmm_core.errors import error_text, reraise, warn
 from tmm_core.interop import autograd_state
@@ -46,7 +47,7 @@ def quantize_rows(x: Tensor, *, group: int = 0) -> Quantized:
     Raises:
         TypeError: ``x`` has another dtype, or no dimension.
         ValueError: ``group`` is another number.
-        RuntimeError: A gradient of ``x`` would be recorded: rounding has none.
+        RuntimeError: A gradient of ``x`` would be recorded, or it has a tangent: rounding has none.
     """
     if type(group) is not int or group not in _GROUPS:
         raise ValueError(f"quantize_rows() has groups of 32, 64 or 128 values, or 0, not {group}")
@@ -55,7 +56,7 @@ def quantize_rows(x: Tensor, *, group: int = 0) -> Quantized:
             "quantize_rows() takes a tensor of rows in float16, bfloat16 or float32, not "
             f"{getattr(x, 'dtype', type(x).__name__)}"
         )
-    if autograd_state.recorded(x):
+    if autograd_state.recorded(x) or forward_ad.unpack_dual(x).tangent is not None:
         raise RuntimeError("quantize_rows() has no derivative: pass x.detach()")
     stored, scale = torch.ops.tmm.quantize_rows(x, group)
     return Quantized(stored, scale, format="fp8", group=group or None)
