@@ -40,7 +40,7 @@ from fakes import FakeKernel
 from uninterpreted import Uninterpreted
 
 from tmm_core import dispatch, errors, settings
-from tmm_core.interop import epilogue_kernels
+from tmm_core.interop import autograd_state, epilogue_kernels
 from tmm_core.launch import nesting, warm
 from tmm_core.registry import query
 from tmm_core.spec import code
@@ -147,6 +147,7 @@ def forget() -> None:
     dispatch.default_dispatcher.cache_clear()
     warm.forget_plans()
     epilogue_kernels._found.clear()
+    autograd_state._levels_were_traced = False
     errors._faults.clear()
     nesting.NESTING.clear()
     settings._from_environment.cache_clear()

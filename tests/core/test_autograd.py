@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 import tmm_core
 from tmm_core import TmmWarning, dispatch
 from tmm_core.epilogues import BUILTIN, parse
-from tmm_core.interop import epilogue_kernels
+from tmm_core.interop import autograd_state, epilogue_kernels
 from tmm_core.launch import warm
 from tmm_core.nn import SwiGLU
 from tmm_core.spec.epilogue import Epilogue
@@ -1004,7 +1004,15 @@ def test_batched_gradients_after_forward_mode(name: str) -> None:
         torch.testing.assert_close(torch.autograd.grad(y, a, grad, retain_graph=True)[0], expected)
 
 
-def test_a_gradient_with_a_tangent_inside_a_graph() -> None:
+def test_eager_forward_mode_leaves_no_query_for_tangents_behind() -> None:
+    a, b = torch.randn(5, 4), torch.randn(3, 4)
+    with forward_ad.dual_level():
+        tmm_core.linear(forward_ad.make_dual(a, a), b)
+    assert not autograd_state._levels_were_traced
+
+
+def test_a_gradient_with_a_tangent_inside_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(autograd_state, "_levels_were_traced", True)
     a, b, grad, t = torch.randn(5, 4), leaf(3, 4).float(), torch.randn(5, 3), torch.randn(5, 3)
     a.requires_grad_()
     products = [tmm_core.linear(a, b), tmm_core.linear(a, b, epilogue="relu")]

@@ -27,7 +27,7 @@ def recorded(*tensors: Tensor | None) -> bool:
 
 def differentiated(*tensors: Tensor | None) -> bool:
     """Whether derivatives of a function of these tensors may be needed."""
-    return recorded(*tensors) or transformed(*tensors)
+    return transformed(*tensors) or recorded(*tensors)  # first, since it notes traced levels
 
 
 def transformed(*tensors: Tensor | None) -> bool:
@@ -36,15 +36,15 @@ def transformed(*tensors: Tensor | None) -> bool:
     A graph that was traced with a level of forward mode enters it without changing the level that
     Python knows. Where this process has traced one, a tensor's tangent shows it.
     """
-    global _forward_mode_was_active
+    global _levels_were_traced
     if compat.forward_ad._current_level >= 0:
-        _forward_mode_was_active = True
+        _levels_were_traced = _levels_were_traced or torch.compiler.is_compiling()
         return True
-    return transforms_active() or (_forward_mode_was_active and any(map(has_tangent, tensors)))
+    return transforms_active() or (_levels_were_traced and any(map(has_tangent, tensors)))
 
 
-#: Each query for a tangent takes 2.5 µs, and most processes never use forward mode.
-_forward_mode_was_active = False
+#: Each query for a tangent takes 2.5 µs, and few processes trace levels.
+_levels_were_traced = False
 
 
 def has_tangent(t: Tensor | None) -> bool:

@@ -42,7 +42,13 @@ When = Literal["records", "always"]
 
 _Pass: Any = compat.graph_pass()
 #: The modules whose code decides what a graph becomes.
-_DECIDING = ("aten_calls", "constants", "inductor", "shared_input", "tails")
+_DECIDING = (
+    *(
+        f"interop/{name}"
+        for name in ("aten_calls", "constants", "inductor", "shared_input", "tails")
+    ),
+    "epilogues/__init__",
+)
 
 
 class Pass(_Pass):  # type: ignore[misc]  # a class of torch without types
@@ -71,7 +77,7 @@ class Pass(_Pass):  # type: ignore[misc]  # a class of torch without types
             return None
         digest = hashlib.sha256(__version__.encode())
         for module in _DECIDING:  # perhaps in a zip
-            digest.update(pkgutil.get_data("tmm_core.interop", f"{module}.py") or b"")
+            digest.update(pkgutil.get_data("tmm_core", f"{module}.py") or b"")
         if self.when == "records":
             digest.update(_state_of_choices().encode())
         return (f"tmm {self.when} {digest.hexdigest()}", *others)
