@@ -332,6 +332,18 @@ def test_values_in_another_order_have_the_same_sums() -> None:
     assert further_inputs.Round(DataSets(plain, CPU, 1 << 26), plan).inputs.alpha == 1.0
 
 
+def test_results_beyond_fp16s_range_are_inf_and_not_its_largest_number() -> None:
+    half = Operand(HALF)
+    instance = problem(m=8, n=8, k=8, a=half, b=half, out=half)
+    plans = {plan.name: plan for plan in further_inputs.planned(instance)}
+    data = DataSets(instance, CPU, 1 << 26)
+    beyond = further_inputs.Round(data, plans["results beyond fp16's range"])
+    out = torch.full((8, 8), math.inf, dtype=HALF)
+    assert beyond.error(out, 1 << 20) == 0.0
+    out[3, 4] = torch.finfo(HALF).max
+    assert math.isnan(beyond.error(out, 1 << 20))
+
+
 def test_values_change_unseen_in_rounds_at_the_same_addresses() -> None:
     """A launcher that caches by object, address or version mistakes them for the previous set."""
     instance = problem(m=8, n=8, k=8, bias=F32, residual=Operand(F32), groups=Groups(2, "m"))

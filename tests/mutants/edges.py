@@ -97,4 +97,10 @@ EDGES = [
            "        return args.get(\"chunks\") == 2 and args.get(\"dim\") == -1\n    return True",
            "two results of any function are taken for halves",
            ("tests/core/test_boundaries_fusing.py::test_each_pattern_at_its_edge",)),
+    Mutant("edges-infinite-results", "verify/further_inputs.py",
+           "yield Plan(\"results beyond fp16's range\", Recipe(beyond), infinite=True)",
+           "yield Plan(\"results beyond fp16's range\", Recipe(beyond), infinite=False)",
+           "fp16's largest number passes for Inf",
+           ("tests/core/test_boundaries_inputs.py::"
+            "test_results_beyond_fp16s_range_are_inf_and_not_its_largest_number",)),
 ]  # fmt: skip
