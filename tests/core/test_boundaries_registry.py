@@ -4,9 +4,11 @@ limits."""
 from __future__ import annotations
 
 import contextlib
+import copy
 import importlib.util
 import itertools
 import math
+import pickle
 import re
 import sys
 from dataclasses import replace
@@ -42,6 +44,7 @@ from tmm_core.settings import current
 from tmm_core.spec import epilogue as epilogues
 from tmm_core.spec.anatomy import Resources
 from tmm_core.spec.epilogue import IDENTITY
+from tmm_core.spec.kernel import Candidate
 
 BF16, F32 = torch.bfloat16, torch.float32
 INT8 = formats.named("int8")
@@ -890,3 +893,17 @@ def test_what_is_no_config(config: Any, fault: str) -> None:
         pytest.raises(PluginError, match=f"is set aside: configs gave .*{fault}"),
     ):
         checked.configs(problem())
+
+
+def test_a_config_comes_back_as_its_kernel_made_it() -> None:
+    """A kernel's next methods may pass on all attributes that it has."""
+    d, _ = dispatcher(FakeBlas(), FakeKernel("k"))
+    checked = d.registry.kernel("k")
+    (config,) = checked.configs(problem())
+    assert vars(config) == {"tile": 1}
+    assert type(config)(**vars(config)) == config
+    assert Candidate(checked, config).fields == {"tile": 1}
+    for again in (pickle.loads(pickle.dumps(config)), copy.deepcopy(config), replace(config)):
+        assert again == config
+        assert vars(again) == vars(config)
+        assert Candidate(checked, again).fields == {"tile": 1}

@@ -327,8 +327,19 @@ SYSTEMATIC_CORE = [
            "            if self.deadline.passed:\n                raise",
            "a small budget leaves no time of BLAS",
            (f"{STAGES}::test_compiled_candidates_are_bound_and_after_the_deadline_only_blas",)),
+    Mutant("config-with-more", "registry/query.py",
+           'object.__setattr__(checked, "as_read", fields)',
+           'checked.__dict__["as_read"] = fields',
+           "kernels that pass on all attributes of a config are set aside",
+           ("tests/core/test_boundaries_registry.py::"
+            "test_a_config_comes_back_as_its_kernel_made_it",)),
+    Mutant("config-pickled", "spec/kernel.py",
+           "return vars(self)  # the class", "return None, {\"as_read\": None}  # the class",
+           "a config cannot be pickled",
+           ("tests/core/test_boundaries_registry.py::"
+            "test_a_config_comes_back_as_its_kernel_made_it",)),
     Mutant("config-read-later", "registry/query.py",
-           'object.__setattr__(checked, "to_json", functools.partial(dict, fields))', "pass",
+           'object.__setattr__(checked, "as_read", fields)', "pass",
            "a plugin's config that cannot be read later ends the tuning of all kernels",
            ("tests/core/test_hostile_plugins.py::"
             "test_a_config_that_changes_costs_its_kernel_at_most",)),

@@ -16,7 +16,6 @@ COMMAND = "python tests/proposals.py"
 
 
 @pytest.mark.skipif(bool(missing_toolchain()), reason="kernels decline without a C compiler")
-@pytest.mark.slow
 def test_proposals_are_those_of_the_table() -> None:
     known = json.loads(TABLE.read_text("utf-8"))
     if known[""]["triton"] != triton.__version__:

@@ -196,7 +196,7 @@ def _proposed(problem: Problem, kernels: Iterable[Kernel[Any]]) -> dict[str, Can
         for config in (kernel.default_config(problem), *kernel.configs(problem))
         if not config.unmet_promises(problem)
     ]
-    texts = (json.dumps(each.config.to_json(), sort_keys=True) for each in found)
+    texts = (json.dumps(each.fields, sort_keys=True) for each in found)
     return {f"{each.kernel.name} {text}": each for each, text in zip(found, texts, strict=True)}
 
 

@@ -88,7 +88,7 @@ class Explanation:
             "problem": self.problem.to_json(),
             "gpu": self.problem.device.gpu,
             "kernel": self.kernel,
-            "config": self.choice.candidate.config.to_json(),
+            "config": self.choice.candidate.fields,
             "origin": self.origin,
             "reason": self.choice.reason if self.miss is None else self.miss.reason,
             "arithmetic": self.choice.arithmetic,

@@ -139,7 +139,7 @@ def _of_record(problem: Problem, choice: Choice) -> Problem:
 def _key(problem: Problem, candidate: Candidate, sized: bool) -> str:
     """Return the key of a stamp. It covers the kernel's version, its config, the bucket's problem
     and, if ``sized``, the class of the size."""
-    kernel, config = candidate.kernel, candidate.config.to_json()
+    kernel, config = candidate.kernel, candidate.fields
     document: dict[str, JSON] = {"kernel": kernel.name, "version": kernel.version, "config": config}
     own = replace(problem.bare(), batch_invariant=problem.batch_invariant)
     document |= {"problem": bucketed(own).to_json(), "tmm": __version__}

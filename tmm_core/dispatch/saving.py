@@ -67,4 +67,4 @@ def loses_in_steady_state(host: Lookup, problem: Problem, choice: Choice) -> boo
 
 
 def _identity(candidate: Candidate) -> CandidateId:
-    return candidate.kernel.name, tuple(sorted(candidate.config.to_json().items()))
+    return candidate.kernel.name, tuple(sorted(candidate.fields.items()))

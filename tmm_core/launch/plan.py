@@ -137,7 +137,7 @@ class Plan(_Callable):
     @property
     def config(self) -> dict[str, Any]:
         """The kernel's config, as JSON."""
-        return self.choice.candidate.config.to_json()
+        return self.choice.candidate.fields
 
     @property
     def origin(self) -> Origin:

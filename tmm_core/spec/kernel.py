@@ -35,8 +35,18 @@ class Traits:
     capture_safe: bool = True
 
 
+class _AsRead:
+    """The fields of a config as they were read where its kernel gave it. They are no attribute that
+    ``vars(config)`` has: kernels pass that on."""
+
+    __slots__ = ("as_read",)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self)  # the class of a frozen dataclass sets no other attribute
+
+
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(_AsRead):
     """One point of a kernel's search space. Subclass it as a frozen, keyword-only dataclass with
     fields of type ``int``, ``float``, ``bool`` or ``str``; check bounds in ``__post_init__`` and
     raise ``ValueError`` for configs that the kernel cannot run."""
@@ -210,6 +220,13 @@ class Candidate:
     kernel: Kernel[Any]
     config: Config
 
+    @property
+    def fields(self) -> dict[str, Any]:
+        """The config's fields. They are read once, where a plugin's kernel gives the config: its
+        method may raise later, or return something else."""
+        found: dict[str, Any] | None = getattr(self.config, "as_read", None)
+        return self.config.to_json() if found is None else dict(found)
+
     def __str__(self) -> str:
         # Not the config's own text: a plugin may define it.
-        return f"{self.kernel.name} {config_text(self.config.to_json())}".rstrip()
+        return f"{self.kernel.name} {config_text(self.fields)}".rstrip()

@@ -170,7 +170,7 @@ def _compare(board: _Board, problems: Sequence[Problem], lost: set[int]) -> None
         chosen = [chooser.choose(problem, current).candidate for problem in problems]
     mine: dict[str, Any] = {
         "kernels": [f"{kernel.name} {kernel.version}" for kernel in chooser.registry.kernels()],
-        "choices": [[c.kernel.name, c.kernel.version, c.config.to_json()] for c in chosen],
+        "choices": [[c.kernel.name, c.kernel.version, c.fields] for c in chosen],
         "gpu": _gpu(problems),
     }
     board.put(f"chose/{board.me}", mine)

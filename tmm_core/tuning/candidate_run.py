@@ -98,11 +98,11 @@ class CandidateRun:
 
     def result(self, problem: Problem) -> CandidateResult:
         """Return the result for the record of ``problem``."""
-        kernel, config = self.candidate.kernel, self.candidate.config
+        kernel = self.candidate.kernel
         return CandidateResult(
             kernel=kernel.name,
             version=kernel.version,
-            config=config.to_json(),
+            config=self.candidate.fields,
             status=self.status,
             samples_us=tuple(round(s, 3) for s in self.samples),
             inside_us={m: round(us, 3) for m, us in self.inside_us.items()},

@@ -280,7 +280,7 @@ class _Host:
             "requirements": {name: getattr(problem, name) for name in REQUIREMENTS},
             "fingerprint": dataclasses.asdict(problem.device),
             "version": candidate.kernel.version,
-            "config": candidate.config.to_json(),
+            "config": candidate.fields,
         }
         with self._lock:
             if self.ended:

@@ -183,7 +183,7 @@ def _change(
     problem = explanation.problem
     found: dict[str, Any] = {"fields": fields}
     try:
-        config = type(candidate.config).from_json({**candidate.config.to_json(), **fields})
+        config = type(candidate.config).from_json({**candidate.fields, **fields})
     except ConfigError as error:
         return found | {"refused": str(error)}
     anatomy = candidate.kernel.anatomy(problem, config)
