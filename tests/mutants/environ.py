@@ -421,7 +421,7 @@ ENVIRON = [
     Mutant(
         "plugin-config-text",
         "spec/kernel.py",
-        '{config_text(self.config.to_json())}".rstrip()',
+        '{config_text(self.fields)}".rstrip()',
         '{self.config}".rstrip()',
         "a config's own text ends explain",
         (f"{HOSTILE}::test_a_config_without_a_text_is_explained",),
