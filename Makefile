@@ -1,8 +1,7 @@
 VENV ?= .venv
 PYTHON ?= python3
 PY := $(VENV)/bin/python
-# Python compiles the modules that it imports. Compiling all that are installed takes pip 70 s.
-PIP := -m pip install -q --no-compile
+PIP := -m pip install -q
 STAMP := $(VENV)/.installed
 
 .PHONY: demo test check oldest newest release-check mutants docs format clean

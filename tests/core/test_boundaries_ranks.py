@@ -17,7 +17,7 @@ import torch.distributed as dist
 from fakes import DEVICE, problem
 from tmm_cache import CandidateResult, TuningRecord
 
-from tmm_core import settings
+from tmm_core import Candidate, settings
 from tmm_core.dispatch.measuring import LOCK_PATIENCE
 from tmm_core.errors import TmmWarning
 from tmm_core.tools import ranks
@@ -284,7 +284,7 @@ def compare(monkeypatch: pytest.MonkeyPatch, theirs: Any, gpu: str | None = None
     """Compare the choices of rank 0 for two problems with those of rank 1."""
     config = SimpleNamespace(to_json=lambda: {"x": 1})
     kernel = SimpleNamespace(name="k", version="1")
-    choice = SimpleNamespace(candidate=SimpleNamespace(kernel=kernel, config=config))
+    choice = SimpleNamespace(candidate=Candidate(kernel, config))  # type: ignore[arg-type]
     modes: list[str] = []
 
     def choose(problem: Any, current: Any) -> Any:

@@ -158,8 +158,10 @@ def test_int4_that_torchao_wrote(torchao: Any, symmetric: bool) -> None:
     assert own.stored.data_ptr() == stored.data_ptr()
     assert own.scale.data_ptr() == scale.data_ptr()
     assert (own.zero is None) is symmetric
+    rounded = own.dequantize()  # a multiplication and an addition in bf16
+    torch.testing.assert_close(rounded.double(), values.double(), rtol=2**-7, atol=2**-6)
     x = torch.randn(5, k, dtype=BF16)
-    close(tmm_core.linear(x, weight), x.double() @ values.double().T)
+    close(tmm_core.linear(x, weight), x.double() @ rounded.double().T)
 
 
 def test_zero_points_are_read_again_when_they_change(torchao: Any) -> None:
