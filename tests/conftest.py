@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import os
+import random
+import shutil
+import subprocess
 import sys
 import zlib
 from collections.abc import Iterator
@@ -45,6 +49,23 @@ from tmm_core.launch import nesting, warm
 from tmm_core.registry import query
 from tmm_core.spec import code
 from tmm_core.tuning import findings
+from tmm_core.verify import random_inputs
+
+
+def _seed() -> str:
+    """Of random inputs: every commit has its own, and a commit that fails fails again."""
+    if (given := os.environ.get("TEST_SEED")) is not None or shutil.which("git") is None:
+        return given or ""
+    return subprocess.run(
+        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent
+    ).stdout.strip()
+
+
+SEED = _seed()
+
+
+def pytest_report_header() -> str:
+    return f"random inputs: TEST_SEED={SEED}"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -81,6 +102,16 @@ def _is_in_part(item: pytest.Item, which: str) -> bool:
 def _number(item: pytest.Item) -> int:
     """A number that stays the same while other tests are added."""
     return zlib.crc32(item.nodeid.encode())
+
+
+@pytest.fixture(autouse=True)
+def seeded(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draw the same random inputs for a test whenever a commit is tested, in any order."""
+    seed = zlib.crc32(f"{SEED} {request.node.nodeid}".encode())
+    torch.manual_seed(seed)
+    random.seed(seed)
+    seeds = itertools.count(seed)
+    monkeypatch.setattr(random_inputs, "new_seed", lambda: next(seeds) % 2**32)
 
 
 @pytest.fixture(autouse=True)

@@ -156,7 +156,7 @@ def _sizes(problem: Problem) -> Iterator[Plan]:
 def _patterns(problem: Problem) -> Iterator[Plan]:
     """Operands that are zero, of one sign, of one number or one-hot, with positive alphas as
     attention has them and larger ones; and unusual scales."""
-    chance = random.Random()
+    chance = random.Random(random_inputs.new_seed())
     wide = problem.out.dtype.itemsize > 2 or problem.out.dtype is torch.bfloat16
     most = 3.0 if problem.epilogue.is_identity else 0.5
     each = [
@@ -177,7 +177,7 @@ def _patterns(problem: Problem) -> Iterator[Plan]:
 
 def _alphas(problem: Problem) -> Iterator[Plan]:
     """Alphas of each sign and magnitude."""
-    chance = random.Random()
+    chance = random.Random(random_inputs.new_seed())
     most = 3.0 if problem.epilogue.is_identity else 0.5
     yield Plan("alpha=0", Recipe(alpha=0.0, sizes="single"))
     if problem.a.dtype.is_floating_point:

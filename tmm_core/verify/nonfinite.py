@@ -19,6 +19,7 @@ from typing import Literal, get_args
 import torch
 
 from tmm_core.spec.problem import Problem
+from tmm_core.verify import random_inputs
 from tmm_core.verify.compare import Places, pieces, ranges, rms, zeros
 from tmm_core.verify.guard_bands import same_bits
 from tmm_core.verify.ragged_inputs import Inputs
@@ -100,7 +101,7 @@ def nonfinite_inputs(problem: Problem, inputs: Inputs, axis: Axis, room: int) ->
     Args:
         room: Bytes that operands of the reference may take in fp64.
     """
-    chance = random.Random()
+    chance = random.Random(random_inputs.new_seed())
     within = None
     if inputs.rows is not None:
         within = inputs.rows.defined(problem)
