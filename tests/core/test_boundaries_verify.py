@@ -13,6 +13,7 @@ import random
 import re
 import signal
 import sys
+import threading
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, get_args
@@ -1172,6 +1173,16 @@ def test_a_cycle_of_any_age_keeps_no_result(generation: int) -> None:
         gc.collect(young)
     launches._returned = [memory] = [StorageWeakRef(cycle.result.untyped_storage())]
     del cycle
+    launches._check_released()
+    assert memory.expired()
+
+
+def test_frames_that_a_profiler_holds_for_a_moment_keep_no_result() -> None:
+    launches = CheckedLauncher.__new__(CheckedLauncher)
+    launches._baseline = False
+    sample = [torch.zeros(8)]
+    launches._returned = [memory] = [StorageWeakRef(sample[0].untyped_storage())]
+    threading.Timer(0.1, sample.clear).start()
     launches._check_released()
     assert memory.expired()
 

@@ -61,6 +61,14 @@ VERIFICATION = [
         (VERIFIER, LYING),
     ),
     Mutant(
+        "profilers-frames-counted",
+        "verify/checked_launch.py",
+        "_HELD_ELSEWHERE = (0.0, 0.01, 0.3)",
+        "_HELD_ELSEWHERE = (0.0, 0.01, 0.0)",
+        "a sampling profiler sets every kernel aside",
+        ("tests/core/test_boundaries_verify.py",),
+    ),
+    Mutant(
         "state-not-compared",
         "verify/checked_launch.py",
         "                if changed:\n",
