@@ -164,8 +164,8 @@ class Build:
 
     @classmethod
     def of(cls, fn: Any, typed: Typed, constants: Mapping[str, Any], **fields: Any) -> Build:
-        """The build of ``fn`` with those of these arguments that it takes. An argument in neither
-        mapping is None, and one in both is a constant."""
+        """The build of ``fn``. Arguments that ``fn`` does not take are left out. An argument in
+        neither mapping is None, and one in both is a constant."""
         passed = [name for name in fn.arg_names if name in typed and name not in constants]
         return cls(
             fn,

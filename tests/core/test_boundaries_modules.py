@@ -231,6 +231,7 @@ def test_calls_in_a_graph_that_are_epilogues(function: Any, epilogue: str | None
         (lambda z: z.relu().float(), None), (lambda z: None, None),
         (lambda z: z.relu()[None], None),
         (lambda z: torch.where(z.abs() > 9000, 0.0, z.relu()), None),
+        (lambda z: torch.where((z > 9001) & (z < 9010), 0.0, z.relu()), None),
     ],
 )  # fmt: skip
 def test_a_function_is_an_epilogue_if_it_agrees_near_zero_and_far(function: Any, name: Any) -> None:

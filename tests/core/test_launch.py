@@ -222,6 +222,27 @@ def test_a_launch_that_needs_more_goes_through_its_launcher_object(
     assert (6 * 8 in noted.launches[0]) is not counting
 
 
+def test_a_launcher_object_with_work_after_a_launch_is_left_to_triton(noted: Noted) -> None:
+    class Later(Launcher37):
+        launches = 0
+
+        def __call__(
+            self, gridX: Any, gridY: Any, gridZ: Any, stream: Any, function: Any,
+            kernel_metadata: Any, launch_metadata: Any, launch_enter_hook: Any,
+            launch_exit_hook: Any, *args: Any,
+        ) -> None:  # fmt: skip
+            hooks = launch_metadata, launch_enter_hook, launch_exit_hook
+            Launcher37.__call__(  # ``self`` is a stand-in
+                self, gridX, gridY, gridZ, stream, function, kernel_metadata, *hooks, *args
+            )
+            Later.launches += 1
+            if Later.launches == 2:
+                raise TypeError
+
+    assert releases.c_call(Later(noted.launches.append), described=False) is None
+    assert Later.launches == 2
+
+
 def test_the_installed_triton_is_called_as_tmm_calls_it(monkeypatch: pytest.MonkeyPatch) -> None:
     active = types.SimpleNamespace(active=types.SimpleNamespace())
     monkeypatch.setattr(driver.triton.runtime, "driver", active)

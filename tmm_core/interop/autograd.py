@@ -32,14 +32,15 @@ Tensor = torch.Tensor
 def matmul(*given: Any) -> Tensor:
     """The operator's kernel for the Autograd dispatch key; trailing defaults are omitted."""
     tensors = [t for t in given if isinstance(t, Tensor)]
-    if not autograd_state.differentiated(*tensors):
+    transformed = autograd_state.transformed(*tensors)
+    if not transformed and not autograd_state.recorded(*tensors):
         with compat.below_autograd():
             return autograd_state.by_operator(*given)
     if has_format(Arguments(*given)):
         return autograd_state.record(autograd_state.Underivable, autograd_state.by_operator, *given)
     below = fast_path_allowed(*tensors, cast=True, shown=True)
     batched = any(map(compat.is_batched, tensors[:2]))
-    eager = below and not batched and not autograd_state.transformed(*tensors)
+    eager = below and not batched and not transformed
     return in_parts(*Arguments(*given)[:-1], eager=eager)
 
 

@@ -43,12 +43,9 @@ When = Literal["records", "always"]
 _Pass: Any = compat.graph_pass()
 #: The modules whose code decides what a graph becomes.
 _DECIDING = (
-    *(
-        f"interop/{name}"
-        for name in ("aten_calls", "constants", "inductor", "shared_input", "tails")
-    ),
-    "epilogues/__init__",
-)
+    "epilogues/__init__", "interop/aten_calls", "interop/constants", "interop/inductor",
+    "interop/shared_input", "interop/tails",
+)  # fmt: skip
 
 
 class Pass(_Pass):  # type: ignore[misc]  # a class of torch without types

@@ -357,10 +357,11 @@ def quarantine(plan: Any, error: BaseException) -> bool:
 
 
 def fast_path_checks(tensors: Sequence[str]) -> Iterator[str]:
-    """Yield the body of a function that is true if nothing but autograd needs torch's dispatcher:
-    there is no autocast (or operands are ``cast`` already), no profiler (or the operator is
-    ``shown`` already), no transform, mode, tracer or tensor subclass. The operator would then do
-    the same as ``run``, 2.5 µs later."""
+    """Yield the body of a function that is true if nothing but autograd needs torch's dispatcher.
+    The operator would then do the same as ``run``, 2.5 µs later.
+
+    There is no transform, mode, tracer or tensor subclass. There is no autocast, unless operands
+    are ``cast`` already, and no profiler, unless it was ``shown`` the operator."""
     yield "return ("
     yield "    type(a) in PLAIN and type(b) in PLAIN and (cast or not autocasts())"
     yield "    and (shown or not profiles()) and not dispatch_modes() and not function_modes()"

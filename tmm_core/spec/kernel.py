@@ -36,13 +36,13 @@ class Traits:
 
 
 class _AsRead:
-    """The fields of a config as they were read where its kernel gave it. They are no attribute that
-    ``vars(config)`` has: kernels pass that on."""
+    """Keeps the fields of a config as they were first read. They are in a slot, since kernels pass
+    ``vars(config)`` on."""
 
     __slots__ = ("as_read",)
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self)  # the class of a frozen dataclass sets no other attribute
+        return vars(self)  # to pickle the slot, one would have to set it in a frozen dataclass
 
 
 @dataclass(frozen=True, kw_only=True)

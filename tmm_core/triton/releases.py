@@ -169,13 +169,17 @@ def c_call(run: Any, *, described: bool) -> CCall | None:
     places[id(function)], places[id(metadata)] = "{_}function", "{_}metadata"
     places[id(None)] = "None"
     noted: list[tuple[Any, ...]] = []
+    returned = 0
     with suppress(Exception):  # whatever a later release does with its arguments
         stand_in = SimpleNamespace(**{**vars(run), "launch": lambda *args: noted.append(args)})
         for _ in range(2):
             # Sizes of scratch memory are multiplied by the grid, which these objects refuse.
             type(run).__call__(stand_in, *grid, stream, function, metadata, None, None, None, *own)
+            returned += 1
     ends = {_ending(arguments, own) for arguments in noted}
-    if len(noted) != 2 or ends not in ({_AS_ONE}, {_SPREAD}) or not _holds(noted[0], grid):
+    if not returned == len(noted) == 2 or ends not in ({_AS_ONE}, {_SPREAD}):
+        return None
+    if not _holds(noted[0], grid):
         return None
     (end,) = ends
     first, again = (arguments[: -1 if end == _AS_ONE else -len(own)] for arguments in noted)

@@ -505,8 +505,8 @@ class State:
         self._values = {name: piece.read() for name, piece in self._pieces.items()}
 
     def changed(self) -> list[str]:
-        """Return the names of the pieces that differ now. Those of this thread are restored at
-        once: modes may change every function of torch, or raise in it."""
+        """Return the names of the pieces that differ now. Pieces that belong to this thread are
+        restored at once: modes may change every function of torch, or raise in it."""
         names = []
         for name, piece in self._pieces.items():
             if piece.read() != self._values[name]:
