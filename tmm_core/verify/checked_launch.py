@@ -49,7 +49,8 @@ def _properties(given: Inputs) -> dict[str, tuple[Any, ...]]:
 
 
 #: Seconds to wait for a result's memory after each generation of garbage is collected. A sampling
-#: profiler in another thread holds the frames of its last sample, and their results, until the next.
+#: profiler in another thread holds the frames of its last sample, and the results in them, until it
+#: takes the next.
 _HELD_ELSEWHERE = (0.0, 0.01, 0.3)
 
 
