@@ -334,7 +334,7 @@ SYSTEMATIC_CORE = [
            ("tests/core/test_boundaries_registry.py::"
             "test_a_config_comes_back_as_its_kernel_made_it",)),
     Mutant("config-pickled", "spec/kernel.py",
-           "return vars(self)  # the class", "return None, {\"as_read\": None}  # the class",
+           "return vars(self)  # to", "return None, {\"as_read\": None}  # to",
            "a config cannot be pickled",
            ("tests/core/test_boundaries_registry.py::"
             "test_a_config_comes_back_as_its_kernel_made_it",)),
