@@ -1,4 +1,4 @@
-"""Times products and gated layers of other projects, torch and tmm, back to back.
+"""Times products, gated layers and experts of other projects, torch and tmm, back to back.
 
 Each provider's call is captured over enough weights to fill three times the L2. The captures are
 replayed interleaved. Products by tmm are tuned at their first use::
@@ -9,6 +9,9 @@ replayed interleaved. Products by tmm are tuned at their first use::
 * FlagGems (``flag-gems``) has a product in Triton.
 * Liger (``liger-kernel``) multiplies silu of the gate by the up projection in one kernel after
   torch's product; tmm does both in the product.
+* flashinfer (``flashinfer-python``) does what Liger does, by ``silu_and_mul``.
+  ``SegmentGEMMWrapper`` is its product of experts in bf16, and ``mm_bf16`` chooses among the
+  backends that are installed, by measuring the product in ``autotune``.
 
 A project that is not installed, or whose kernel fails here, is left out, and the reason printed.
 """
@@ -39,6 +42,11 @@ ROUNDS = 11
 PRODUCTS = ((16, 14336, 4096), (512, 5120, 5120), (3000, 4096, 4096))
 GATED = ((64, 14336, 4096), (2048, 14336, 4096))
 SMALL = ((8, 64, 128),)
+#: The number of experts, and the rows of all, N and K.
+EXPERTS = ((8, 512, 28672, 4096), (8, 4096, 28672, 4096), (128, 4096, 1536, 2048))
+SMALL_EXPERTS = ((4, 32, 64, 128),)
+#: Bytes of the buffer that flashinfer recommends for ``SegmentGEMMWrapper``.
+SEGMENT_BUFFER = 128 * 2**20
 
 
 def installed(name: str) -> Any:
@@ -64,6 +72,14 @@ def products(m: int, n: int, k: int, device: torch.device) -> tuple[dict[str, Ca
         gems = installed("flag_gems.ops.mm")
         if gems is not None:
             calls["FlagGems"] = lambda i: gems.mm(x, weights[i].t())
+        flashinfer = installed("flashinfer")
+        if flashinfer is not None:
+
+            def by_flashinfer(i: int) -> Any:
+                with flashinfer.autotune(tuning_buckets=(m,)):  # measures in the first call
+                    return flashinfer.mm_bf16(x, weights[i].t(), backend="auto")
+
+            calls["flashinfer"] = by_flashinfer
     return calls, copies
 
 
@@ -89,6 +105,36 @@ def gated(m: int, n: int, k: int, device: torch.device) -> tuple[dict[str, Call]
             return liger.LigerSiLUMulFunction.apply(gate, up)
 
         calls["Liger"] = by_liger
+    flashinfer = installed("flashinfer") if device.type == "cuda" else None
+    if flashinfer is not None:
+        calls["flashinfer"] = lambda i: flashinfer.silu_and_mul(F.linear(x, weights[i]))
+    return calls, copies
+
+
+def experts(
+    groups: int, m: int, n: int, k: int, device: torch.device
+) -> tuple[dict[str, Call], int]:
+    """Each row by the weight of a random expert, sorted by expert; weights are [groups, N, K]."""
+    copies = copies_of(2 * groups * n * k, device)
+    weights = [plain(groups, n, k, device=device) for _ in range(copies)]
+    x = torch.randn(m, k, device=device, dtype=torch.bfloat16)
+    sizes = torch.randint(groups, (m,), device=device).bincount(minlength=groups)
+    ends = sizes.cumsum(0, dtype=torch.int32)
+    calls: dict[str, Call] = {
+        "torch": lambda i: F.grouped_mm(x, weights[i].mT, offs=ends),
+        "tmm": lambda i: tmm_core.grouped_matmul(x, weights[i].mT, offs=ends),
+    }
+    flashinfer = installed("flashinfer") if device.type == "cuda" else None
+    if flashinfer is not None:
+        buffer = torch.empty(SEGMENT_BUFFER, device=device, dtype=torch.int8)
+        segments = flashinfer.SegmentGEMMWrapper(buffer)
+        starts = F.pad(ends, (1, 0)).long()
+
+        def by_flashinfer(i: int) -> Any:
+            out = x.new_empty(m, n)  # without it the wrapper fills one with zeros
+            return segments.run(x, weights[i], groups, True, out=out, seg_indptr=starts)
+
+        calls["flashinfer"] = by_flashinfer
     return calls, copies
 
 
@@ -112,10 +158,11 @@ def by_tunable(call: Call) -> Call:
 
 
 def measure(
-    what: str, sizes: tuple[int, int, int], calls: dict[str, Call], copies: int,
+    what: str, sizes: tuple[int, ...], calls: dict[str, Call], copies: int,
     device: torch.device,
 ) -> dict[str, Any]:  # fmt: skip
-    """µs of each provider, and how many times as fast as torch it is."""
+    """µs of each provider, and how many times as fast as torch it is. ``sizes`` ends in M, N and K;
+    the number of experts may precede them."""
     expected = None
     for name, call in list(calls.items()):  # the first calls also tune
         try:
@@ -136,7 +183,9 @@ def measure(
     ratios = {name: round(us["torch"] / each, 3) for name, each in us.items()}
     shown = ", ".join(f"{name} {each:.1f} µs ({ratios[name]:.2f})" for name, each in us.items())
     print(f"{what} {'×'.join(map(str, sizes))}: {shown}", flush=True)
-    return {"what": what, "m": sizes[0], "n": sizes[1], "k": sizes[2], "us": us, "ratios": ratios}
+    *groups, m, n, k = sizes
+    problem = {"what": what, "m": m, "n": n, "k": k} | ({"experts": groups[0]} if groups else {})
+    return problem | {"us": us, "ratios": ratios}
 
 
 @torch.no_grad()
@@ -148,8 +197,11 @@ def main() -> None:
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     found = []
-    asked = [("swiglu", gated, sizes) for sizes in (SMALL if options.small else GATED)]
-    asked += [("product", products, sizes) for sizes in (SMALL if options.small else PRODUCTS)]
+    small = options.small
+    asked: list[tuple[str, Callable[..., Any], tuple[int, ...]]] = []
+    asked += [("swiglu", gated, sizes) for sizes in (SMALL if small else GATED)]
+    asked += [("experts", experts, sizes) for sizes in (SMALL_EXPERTS if small else EXPERTS)]
+    asked += [("product", products, sizes) for sizes in (SMALL if small else PRODUCTS)]
     with tmm_core.override(tune_budget=options.budget):
         for what, providers, sizes in asked:
             found.append(measure(what, sizes, *providers(*sizes, device), device))
