@@ -13,7 +13,8 @@ replayed interleaved. Products by tmm are tuned at their first use::
   ``SegmentGEMMWrapper`` is its product of experts in bf16, and ``mm_bf16`` chooses among the
   backends that are installed, by measuring the product in ``autotune``.
 
-A project that is not installed, or whose kernel fails here, is left out, and the reason printed.
+A project that is not installed, or whose kernel fails here or cannot be captured, is left out, and
+the reason printed.
 """
 
 from __future__ import annotations
@@ -157,6 +158,12 @@ def by_tunable(call: Call) -> Call:
     return run
 
 
+def not_captured(timer: Any) -> list[Call]:
+    """The calls that a GPU's timer had to launch one by one: their times include the host's."""
+    chains = getattr(timer, "_chains", {}).values()
+    return [chain.run for chain in chains if chain.graph is None]
+
+
 def measure(
     what: str, sizes: tuple[int, ...], calls: dict[str, Call], copies: int,
     device: torch.device,
@@ -178,8 +185,14 @@ def measure(
             del calls[name]
     timer = timer_for(device)
     samples = timer.measure(list(calls.values()), ROUNDS, copies=copies)
+    slow = not_captured(timer)
     timer.release()
-    us = {n: round(statistics.median(mine), 2) for n, mine in zip(calls, samples, strict=True)}
+    us = {}
+    for (name, call), mine in zip(calls.items(), samples, strict=True):
+        if call in slow:
+            print(f"{name} cannot be captured", file=sys.stderr)
+        else:
+            us[name] = round(statistics.median(mine), 2)
     ratios = {name: round(us["torch"] / each, 3) for name, each in us.items()}
     shown = ", ".join(f"{name} {each:.1f} µs ({ratios[name]:.2f})" for name, each in us.items())
     print(f"{what} {'×'.join(map(str, sizes))}: {shown}", flush=True)

@@ -6,10 +6,13 @@ import importlib
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+
+from tmm_core.tuning.timing import HostTimer
 
 CPU = torch.device("cpu")
 
@@ -64,3 +67,18 @@ def test_a_project_that_is_not_installed_is_left_out(
     assert peers.installed("no_such_project") is None
     assert "no_such_project is left out: ModuleNotFoundError" in capsys.readouterr().err
     assert peers.installed("json") is json
+
+
+def test_a_provider_that_cannot_be_captured_is_left_out(
+    peers: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    y = torch.randn(4, 4)
+    calls = {"torch": lambda i: y, "waiting": lambda i: 1.001 * y}
+    runs = {name: SimpleNamespace(run=call, graph=object()) for name, call in calls.items()}
+    runs["waiting"].graph = None
+    timer = HostTimer()
+    timer._chains = runs  # type: ignore[attr-defined]
+    monkeypatch.setattr(peers, "timer_for", lambda device: timer)
+    found = peers.measure("product", (4, 4, 4), calls, 1, CPU)
+    assert list(found["us"]) == list(found["ratios"]) == ["torch"]
+    assert "waiting cannot be captured" in capsys.readouterr().err
