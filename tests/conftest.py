@@ -54,7 +54,10 @@ SEED = os.environ.setdefault("TEST_SEED", os.urandom(4).hex())  # the same in al
 
 
 def pytest_report_header() -> str:
-    return f"TEST_SEED={SEED} draws these random inputs again"
+    return (
+        f"TEST_SEED={SEED} draws these random inputs again; "
+        "--slow 0/1 also runs slow tests, which are deselected otherwise"
+    )
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -64,11 +67,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    # The slowest tests come first, so that no worker ends with one while the others are idle.
-    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+    part = config.getoption("--slow")
+    run: list[pytest.Item] = []
+    left_out: list[pytest.Item] = []
     for item in items:
-        if _is_slow(item) and not _is_in_part(item, config.getoption("--slow")):
-            item.add_marker(pytest.mark.skip(reason="slow; run by --slow 0/1"))
+        (left_out if _is_slow(item) and not _is_in_part(item, part) else run).append(item)
+    # Some 6,000: reports that each was skipped would take a minute.
+    config.hook.pytest_deselected(items=left_out)
+    # The slowest tests come first, so that no worker ends with one while the others are idle.
+    items[:] = sorted(run, key=lambda item: item.get_closest_marker("slow") is None)
+    for item in items:
         marks = {mark.name for mark in item.iter_markers()}  # a keyword may be a parameter's
         if "endurance" in marks and "endurance" not in config.getoption("-m"):
             item.add_marker(pytest.mark.skip(reason="minutes; run by -m endurance"))
@@ -97,7 +105,9 @@ def _number(item: pytest.Item) -> int:
 def seeded(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Draw random inputs by the seed and the test, in any order of tests."""
     seed = zlib.crc32(f"{SEED} {request.node.nodeid}".encode())
-    torch.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_available():  # without one, torch would keep the seed and where it was set
+        torch.cuda.manual_seed_all(seed)
     random.seed(seed)
     seeds = itertools.count(seed)
     monkeypatch.setattr(random_inputs, "new_seed", lambda: next(seeds) % 2**32)
