@@ -405,6 +405,78 @@ def test_an_epilogue_made_in_every_call_keeps_one_plan() -> None:
     assert len(INTERNED) == before + 1
 
 
+SCALE = 2.0
+OF_MODULE: Any = types.ModuleType("of_a_module")
+exec("SCALE = 2.0\ndef read(): return SCALE", vars(OF_MODULE))
+
+
+def of_helper() -> float:
+    return SCALE
+
+
+def directly(z: Any) -> Any:
+    return z * SCALE
+
+
+def by_function(z: Any) -> Any:
+    return z * of_helper()
+
+
+READING = {
+    "direct": directly,
+    "by a function": by_function,
+    "of a module": lambda z: z * OF_MODULE.SCALE,
+    "by a module's function": lambda z: z * OF_MODULE.read(),
+    "inside": lambda z: (lambda y: y * SCALE)(z),
+}
+
+
+def set_scale(monkeypatch: pytest.MonkeyPatch, c: float) -> None:
+    monkeypatch.setattr(OF_MODULE, "SCALE", c)
+    monkeypatch.setitem(globals(), "SCALE", c)
+
+
+@pytest.mark.parametrize("reading", READING)
+def test_a_graph_is_compiled_again_for_a_global_variable(
+    reading: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch._dynamo.reset()
+    monkeypatch.setitem(sys.modules, "of_a_module", OF_MODULE)
+    epilogue = Epilogue("f", READING[reading])
+    call = functools.partial(tmm_core.matmul, epilogue=epilogue)
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+    texts = []
+    for c in (2.0, 3.0, 2.0):
+        set_scale(monkeypatch, c)
+        a = A.clone().requires_grad_()
+        y = compiled(a, B)
+        y.sum().backward()
+        torch.testing.assert_close(y, c * (A @ B))
+        torch.testing.assert_close(a.grad, c * torch.ones_like(y) @ B.t())
+        texts.append(epilogue.interned())
+    assert texts[0] != texts[1] != texts[2] == texts[0]
+
+
+def test_globals_of_what_is_no_module_do_not_end_a_compilation() -> None:
+    torch._dynamo.reset()
+    call = functools.partial(
+        tmm_core.matmul, epilogue=Epilogue("f", executed("def f(z): return z * c", c=2.0))
+    )
+    compiled = torch.compile(call, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(A, B), 2 * (A @ B))
+
+
+@pytest.mark.parametrize("function", [directly, by_function])
+def test_a_kernel_is_compiled_again_for_a_global_variable(
+    function: Function, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    epilogue = Epilogue("f", function, device=function)
+    for c in (2.0, 3.0, 2.0):
+        set_scale(monkeypatch, c)
+        y = tmm_core.matmul(A, B, epilogue=epilogue, kernel="triton.grouped")
+        torch.testing.assert_close(y, c * (A @ B))
+
+
 SHARED = """
 import torch, triton
 from tmm_core import Epilogue, Port
@@ -475,6 +547,9 @@ def test_texts_of_functions_with_files_distinguish_them(
         "def over(c): return lambda z: z * c\n"
         "closure = over(2)\n"
         "executed = type(f)(f.__code__, {'__name__': __name__}, 'f')\n"
+        "SCALE, OTHERS = 2.0, [3.0]\n"
+        "def of_global(z): return z * SCALE\n"
+        "def of_object(z): return z * OTHERS[0]\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     module = importlib.import_module("lasting_a")
@@ -487,8 +562,11 @@ def test_texts_of_functions_with_files_distinguish_them(
         assert None not in texts
         assert len(set(texts)) == len(texts)
         assert [lasting_text(each) for each in functions] == texts
-        for name in ("object_default", "closure", "executed"):
+        for name in ("object_default", "closure", "executed", "of_object"):
             assert lasting_text(getattr(module, name)) is None
+        two = lasting_text(module.of_global)
+        monkeypatch.setattr(module, "SCALE", 3.0)  # as if an environment variable were another one
+        assert None is not two != lasting_text(module.of_global) is not None
         (tmp_path / "lasting_a.py").write_text("")
         assert not {lasting_text(each) for each in functions} & set(texts)
     finally:

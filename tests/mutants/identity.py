@@ -7,6 +7,7 @@ from mutant import Mutant
 CODE, USERS = "tests/core/test_code.py", "tests/core/test_identity.py"
 PAIRS = f"{USERS}::test_functions_that_differ_in_one_thing_give_their_own_answers"
 EVERY = f"{USERS}::test_keys_of_functions_with_files_are_the_same_in_every_process"
+GLOBAL = f"{USERS}::test_a_graph_is_compiled_again_for_a_global_variable"
 LATER = f"{USERS}::test_a_closure_that_changes_later_is_not_taken_for_a_new_one"
 EDIT = f"{CODE}::test_every_edit_makes_another_version"
 
@@ -74,6 +75,24 @@ IDENTITY = [
            "two functions on one line share a key", (EVERY,)),
     Mutant("identity-sets", "spec/identity.py", "sorted(map(repr, each)) if isinstance(each, frozenset) else each",
            "each", "a set has another key under another hash seed", (EVERY,)),
+    Mutant("identity-constants-of-modules", "spec/identity.py",
+           "    defaults += tuple(variable.cell_contents for variable in _globals_of(function, set()))\n",
+           "", "another process has the key of a function that reads another constant",
+           (f"{USERS}::test_texts_of_functions_with_files_distinguish_them",)),
+    Mutant("identity-read-globals", "spec/identity.py",
+           "(*(function.__closure__ or ()), *_globals_of(function, set()))",
+           "(function.__closure__ or ())", "a graph or a kernel keeps a constant that has changed",
+           (GLOBAL,)),
+    Mutant("identity-helpers", "spec/identity.py", "yield from _globals_of(value, seen)", "pass",
+           "what a function that is called reads is no part of it", (GLOBAL,)),
+    Mutant("identity-of-modules", "spec/identity.py", "variable = Global(vars(module), attribute)",
+           "pass", "a module's constant is no part of a function", (GLOBAL,)),
+    Mutant("identity-inner-globals", "spec/identity.py", "itertools.chain(read, *inner)", "read",
+           "what a function inside reads is no part of it", (GLOBAL,)),
+    Mutant("identity-device-helpers", "triton/device_functions.py",
+           "names[name] = _compiled(value, identity(value))", "names[name] = _compiled(value, None)",
+           "a kernel keeps the constant of a function that its epilogue calls",
+           (f"{USERS}::test_a_kernel_is_compiled_again_for_a_global_variable",)),
     Mutant("identity-process", "spec/epilogue.py", "texts = [PROCESS, str(kept[0])]",
            "texts = [str(kept[0])]", "another process has the key of a closure", (EVERY,)),
     Mutant("epilogue-shares-cells", "spec/epilogue.py",

@@ -109,11 +109,11 @@ class Epilogue:
         @property
         def traced(self) -> str:
             """A text in which epilogues that compute something else differ in this process, with
-            the closure variables of the time when they were made."""
+            the variables that functions read at the time when they were made."""
 
         @property
         def readers(self) -> tuple[Callable[[], Any], ...]:
-            """Functions that return the present closure variables."""
+            """Functions that return the variables that functions read, at present."""
 
     def __post_init__(self) -> None:
         self.check_types()
@@ -162,8 +162,8 @@ class Epilogue:
     def key(self) -> str:
         """Identity on disk: the name, the parameters and, for a user's epilogue, a digest of its
         functions at its first use. If it is not :attr:`lasting`, the digest is valid only in this
-        process. Once a closure variable changes, :meth:`interned` returns another epilogue's text;
-        this key does not change."""
+        process. Once a variable that they read changes, :meth:`interned` returns another epilogue's
+        text; this key does not change."""
         if self.stages:
             return "+".join(stage.key for stage in self.stages)
         text = self.name
@@ -173,7 +173,7 @@ class Epilogue:
             return text
         texts = self._lasting_texts
         if texts is None:
-            kept = _of_process.setdefault(self._identity(), (len(_of_process), self._frozen[0]))
+            kept = _of_process.setdefault(self._identity(), (len(_of_process), self._frozen))
             texts = [PROCESS, str(kept[0])]
         return f"{text}@{hashlib.sha256(repr(texts).encode()).hexdigest()[:12]}"
 
@@ -190,7 +190,7 @@ class Epilogue:
         return [repr(self._fields), *texts] if len(texts) == len(self._functions) else None
 
     def _identity(self) -> Hashable:
-        """The epilogue's identity in this process, with the present closure variables."""
+        """The epilogue's identity in this process, with the present variables."""
         if self.stages:
             return tuple(stage._identity() for stage in self.stages)
         return self._fields, tuple(map(identity, self._functions))
@@ -215,7 +215,7 @@ class Epilogue:
         return [getattr(self, name) for name in names] + ports + together
 
     def interned(self) -> str:
-        """Store this epilogue, with the present closure variables of its functions, and return the
+        """Store this epilogue, with the present variables of its functions, and return the
         text under which the operator finds it."""
         kept, cells = self._frozen
         for cell, value in cells:
@@ -228,8 +228,8 @@ class Epilogue:
 
     @cached_property
     def _frozen(self) -> tuple[Epilogue, list[tuple[Any, Any]]]:
-        """A copy of this epilogue with its present closure variables, and these variables. Plans
-        outlive calls, and equal epilogues share plans."""
+        """A copy of this epilogue with its present closure variables, and all variables that it
+        reads. Plans outlive calls, and equal epilogues share plans."""
         stages, cells = self.chain, self._cells()
         if not cells:
             return self, cells
@@ -245,7 +245,7 @@ class Epilogue:
         return functools.reduce(Epilogue.then, copies), cells
 
     def _cells(self) -> list[tuple[Any, Any]]:
-        """The closure variables of all functions, with their present values."""
+        """The variables that functions read, closures' and globals, with their present values."""
         each = (function for stage in self.chain for function in stage._functions)
         return [cell for function in each for cell in cells_of(function)]
 
@@ -426,9 +426,9 @@ class Epilogue:
 _FUNCTIONS = ("reference", "derivative", "output_vjp", "device", "device_derivative")
 #: Epilogue objects by key: the operator's schema can carry only a string.
 INTERNED: dict[str, Epilogue] = {}
-#: Numbers of epilogues that are not lasting, by identity. Each epilogue is kept alive, so that no
-#: other object gets an id that is part of its identity.
-_of_process: dict[Hashable, tuple[int, Epilogue]] = {}
+#: Numbers of epilogues that are not lasting, by identity. Each epilogue is kept alive, with what
+#: its functions read, so that no other object gets an id that is part of its identity.
+_of_process: dict[Hashable, tuple[int, Any]] = {}
 
 
 def _defaults(epilogue: Epilogue) -> tuple[float, ...]:

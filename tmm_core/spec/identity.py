@@ -1,17 +1,20 @@
 """Identifies the functions of users' epilogues.
 
 Within a process, two functions count as one if they have the same code and read the same constants
-and objects. Other processes identify a function only if it has no closure and its code is in a
-module with files. Its text on disk then holds a digest of these files.
+and objects. Other processes identify a function only if it has no closure, its code is in a module
+with files, and the global variables that it reads are constants. Its text on disk then holds a
+digest of these files, and the constants.
 """
 
 from __future__ import annotations
 
 import dis
 import functools
+import itertools
 import sys
-from collections.abc import Hashable
-from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
+from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -22,12 +25,65 @@ from tmm_core.spec.code import LIBRARIES, is_typed, package_digest
 _CONSTANTS = (type(None), bool, int, float, complex, str, bytes, torch.dtype)
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class Global:
+    """A global variable that a function reads. It has the attribute of a closure's cell."""
+
+    namespace: dict[str, Any]
+    name: str
+
+    @property
+    def cell_contents(self) -> Any:
+        return _bare(self.namespace.get(self.name))
+
+
+def _bare(value: Any) -> Any:
+    """The function that Triton compiles, or the value of its constant; else ``value`` itself."""
+    if type(value).__module__.partition(".")[0] != "triton":
+        return value
+    return getattr(value, "fn", getattr(value, "value", value))
+
+
+def _globals_of(function: FunctionType, seen: set[CodeType]) -> Iterator[Global]:
+    """The global variables that a function and the functions that it calls by name read, but for
+    functions, classes and modules: digests of files stand for these."""
+    if _is_of_a_library(function.__module__) or function.__code__ in seen:
+        return
+    seen.add(function.__code__)
+    for name, attribute in _names(function.__code__):
+        variable = Global(function.__globals__, name)
+        module = variable.cell_contents
+        if type(module) is ModuleType and not _is_of_a_library(module.__name__):
+            variable = Global(vars(module), attribute)
+        value = variable.cell_contents
+        if type(value) is FunctionType:
+            yield from _globals_of(value, seen)
+        elif variable.name in variable.namespace and not (
+            callable(value) or isinstance(value, ModuleType)
+        ):
+            yield variable
+
+
+def _is_of_a_library(module: str) -> bool:
+    return str(module).partition(".")[0] in LIBRARIES
+
+
+@functools.cache
+def _names(code: CodeType) -> tuple[tuple[str, str], ...]:
+    """The names of the global variables that a function of this code reads, each with the text of
+    the next instruction's argument: an attribute's name, if one is read."""
+    inner = [_names(each) for each in code.co_consts if isinstance(each, CodeType)]
+    following = itertools.pairwise(dis.get_instructions(code))
+    read = [(one.argval, str(two.argval)) for one, two in following if one.opname == "LOAD_GLOBAL"]
+    return tuple(dict.fromkeys(itertools.chain(read, *inner)))
+
+
 def identity(function: Any) -> Hashable:
     """Return a value that two functions share only if they compute the same. It holds ids of
     objects, so it is valid only while ``function``, or its :func:`frozen` copy, exists."""
     if is_frozen(function):
         reads = function.__defaults__, tuple((function.__kwdefaults__ or {}).items())
-        cells = tuple(cell.cell_contents for cell in function.__closure__ or ())
+        cells = tuple(value for _, value in cells_of(function))
         return id(function.__code__), id(function.__globals__), _value((*reads, cells))
     if type(function) is MethodType:  # another object at each access
         return id(function.__func__), id(function.__self__)
@@ -61,28 +117,40 @@ def _writes(code: CodeType) -> bool:
     return inner or bool({"STORE_DEREF", "DELETE_DEREF"} & operations)
 
 
-def cells_of(function: Any) -> list[tuple[CellType, Any]]:
-    """Return the closure variables of a function that is copied, with their present values."""
-    cells = function.__closure__ or () if is_frozen(function) else ()
-    return [(cell, cell.cell_contents) for cell in cells]
+def cells_of(function: Any) -> list[tuple[CellType | Global, Any]]:
+    """Return the variables outside of a function that is copied, which it reads, with their present
+    values."""
+    if not is_frozen(function):
+        return []
+    variables = (*(function.__closure__ or ()), *_globals_of(function, set()))
+    return [(variable, variable.cell_contents) for variable in variables]
 
 
-def reader_of(cell: CellType) -> Any:
+def reader_of(cell: CellType | Global) -> Any:
     """Return a function that returns the variable in ``cell``. Torch.compile guards a graph by the
-    variables of the functions that it traces, but not by cells that they read."""
+    variables of the functions that it traces, but not by variables that these functions read. It
+    imports a function's module, so globals of what is no module are not read."""
     variable = None
 
     def read() -> Any:
         return variable
 
-    return FunctionType(read.__code__, globals(), "read", None, (cell,))
+    def read_global() -> Any:
+        return _CONSTANTS
+
+    if not isinstance(cell, Global):
+        return FunctionType(read.__code__, globals(), "read", None, (cell,))
+    module = sys.modules.get(str(cell.namespace.get("__name__")))
+    if module is None or vars(module) is not cell.namespace:
+        return read
+    return FunctionType(read_global.__code__.replace(co_names=(cell.name,)), cell.namespace, "read")
 
 
 def frozen(function: Any) -> Any:
     """Return a copy of a function that keeps the present values of its closure variables."""
-    if not cells_of(function):
+    if not is_frozen(function):
         return function
-    cells = tuple(CellType(value) for _, value in cells_of(function))
+    cells = tuple(CellType(cell.cell_contents) for cell in function.__closure__ or ())
     copy = FunctionType(
         function.__code__, function.__globals__, function.__name__, function.__defaults__, cells
     )
@@ -98,17 +166,16 @@ def lasting_text(function: Any) -> str | None:
     if isinstance(function, BuiltinFunctionType):
         name = function.__name__
         return f"torch.{name}" if getattr(torch, name, None) is function else None
-    if type(function).__module__.partition(".")[0] == "triton":
-        function = getattr(function, "fn", None)
+    function = _bare(function)
     if type(function) is not FunctionType or function.__closure__ or is_typed(function):
         return None
     module = sys.modules.get(function.__module__)
     if module is None or function.__globals__ is not vars(module):
         return None
     defaults = *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()
+    defaults += tuple(variable.cell_contents for variable in _globals_of(function, set()))
     # A library's version belongs to the environment.
-    library = function.__module__.partition(".")[0] in LIBRARIES
-    files = "" if library else package_digest(function.__module__)
+    files = "" if _is_of_a_library(function.__module__) else package_digest(function.__module__)
     if files is None or not all(type(each) in _CONSTANTS for each in defaults):
         return None
     code = _code_text(function.__code__)

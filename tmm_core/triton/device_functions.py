@@ -11,6 +11,7 @@ import dis
 import functools
 import linecache
 import types
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ import triton.language as tl
 from tmm_core.formats import Format
 from tmm_core.spec.device import interpreting
 from tmm_core.spec.epilogue import IDENTITY, Epilogue
+from tmm_core.spec.identity import identity
 from tmm_core.spec.port import Port
 from tmm_core.spec.problem import Problem
 
@@ -166,14 +168,14 @@ def _jitted(device: Any, of: str) -> Any:
     """The ``@triton.jit`` function that ``device`` is or becomes."""
     if device is None:
         raise ValueError(f"{of} has no device function to fuse")
-    return _compiled(device) if isinstance(device, types.FunctionType) else device
+    return _compiled(device, identity(device)) if isinstance(device, types.FunctionType) else device
 
 
 @functools.cache
-def _compiled(function: types.FunctionType) -> Any:
+def _compiled(function: types.FunctionType, _identity: Hashable) -> Any:
     """A copy of a plain function under ``@triton.jit``, in which the globals and closure variables
     that it reads are what Triton accepts: functions like it are jitted, numbers and texts are
-    constants."""
+    constants. ``_identity`` changes with them."""
     code = function.__code__
     cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
     names = {
@@ -187,7 +189,7 @@ def _compiled(function: types.FunctionType) -> Any:
     for name in (*read, *code.co_freevars):
         value = names.get(name)
         if isinstance(value, types.FunctionType):
-            names[name] = _compiled(value)
+            names[name] = _compiled(value, identity(value))
         elif type(value) in (bool, int, float, str):
             names[name] = tl.constexpr(value)
     closure = tuple(types.CellType(names[name]) for name in code.co_freevars)
