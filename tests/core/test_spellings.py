@@ -14,11 +14,12 @@ import torch
 import torch._dynamo
 import torch.nn.functional as F
 import triton
+from fakes import plugin
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 
 import tmm_core
-from tmm_core import Epilogue, Port
+from tmm_core import Epilogue, Port, dispatch
 from tmm_core.epilogues import EPILOGUES, parse
 from tmm_core.nn import GatedMLP, Linear
 
@@ -202,6 +203,26 @@ def test_equal_epilogues_share_a_compiled_graph() -> None:
 
 def tripled(z: torch.Tensor) -> torch.Tensor:
     return 3 * z
+
+
+def test_a_graph_has_the_key_of_an_epilogue_that_is_given_by_name() -> None:
+    # Torch's cache of graphs would give a process the function that another has under this name.
+    named = Epilogue("tripled_by_name", tripled)
+    dispatch.default_dispatcher().registry.register(plugin(epilogues=[named]), "named")
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        graphs.append(graph.code)
+        return graph
+
+    x, w = torch.randn(5, 8), torch.randn(8, 4)
+    for epilogue in (named.name, f"relu+{named.name}"):
+        torch._dynamo.reset()
+        call = partial(tmm_core.matmul, epilogue=epilogue)
+        compiled = torch.compile(call, backend=backend, fullgraph=True)
+        torch.testing.assert_close(compiled(x, w), tmm_core.matmul(x, w, epilogue=epilogue))
+        assert epilogue.replace(named.name, named.key) in graphs[-1]
+    assert "@" in named.key
 
 
 def test_every_epilogue_survives_a_pickle() -> None:

@@ -31,7 +31,8 @@ def traced_text_of(epilogue: EpilogueLike) -> str:
     if not torch.compiler.is_dynamo_compiling():
         return text_of(epilogue)
     if epilogue is None or isinstance(epilogue, str):
-        return epilogue or ""
+        # A name may stand for another function in a process that finds the graph in torch's cache.
+        return _parsed_text(epilogue or None)
     if isinstance(epilogue, Epilogue):
         _guard(epilogue.traced)
         for read in epilogue.readers:
