@@ -189,7 +189,7 @@ CONVERTED = [
            "halves of the rows are taken for gate and up",
            (f"{PASS}::test_halves_of_the_rows_are_no_gate",)),
     Mutant("gate-read-as-one", "interop/inductor.py",
-           "(2 + has_residual + tail.gated)", "(2 + has_residual)",
+           "(tail.residual is not None) + tail.gated", "(tail.residual is not None)",
            "the pass that a gate saves is taken for a smaller one",
            (f"{PASS}::test_records_decide_about_gates",)),
     Mutant("one-number-as-bias", "interop/tails.py",

@@ -129,8 +129,7 @@ class Rewrite(Pass):
     def _rewrite_all(self, graph: torch.fx.Graph) -> None:
         for tail in tails.tails(graph):
             with _costs_only(tail.product):
-                if not self._rewrite(graph, tail) and tail.last is not tail.product:
-                    self._rewrite(graph, tails.bare(tail.product))
+                self._rewrite(graph, tail)
         for products in shared_input.groups(graph):
             with _costs_only(products[0].node):
                 self._share(graph, products)
@@ -140,29 +139,28 @@ class Rewrite(Pass):
         if len(able) > 1:
             shared_input.join(graph, able)
 
-    def _rewrite(self, graph: torch.fx.Graph, tail: Tail) -> bool:
-        """Make one call of a product and its tail. Return whether that is possible and pays."""
+    def _rewrite(self, graph: torch.fx.Graph, tail: Tail) -> None:
         found = terms_of(tail.product)
         if found is None:
-            return False
+            return
         a, b, bias, residual, alpha = found
         dtype = tail.product.meta["val"].dtype
         operands = [a, b, *(t for t in (bias, residual, tail.residual) if t is not None)]
         dtypes = {getattr(node.meta.get("val"), "dtype", None) for node in operands}
         if dtype not in DTYPES or dtypes != {dtype}:
-            return False
+            return
         if residual is not None and tail.epilogue:
-            return False  # the summand is added before the activation
+            return  # the summand is added before the activation
         if 0 in _hints(tail.product.meta["val"].shape):
-            return False
+            return
         if self.when == "records" and not pays(tail, found):
-            return False
+            return
         with graph.inserting_before(tail.last):
             summand = tail.residual if tail.residual is not None else residual
             if tail.residual is not None and tail.shape is not None:
                 shape = _flat(tail.result_shape)
                 if shape is None:
-                    return False
+                    return
                 summand = added(graph, torch.ops.aten.reshape.default, (tail.residual, shape))
             y = added(graph, operator.matmul, (a, b, bias, summand, alpha, tail.epilogue))
             if tail.shape is not None:
@@ -170,7 +168,6 @@ class Rewrite(Pass):
         tail.last.replace_all_uses_with(y)
         for node in [node for node in reversed(graph.nodes) if node in tail.nodes]:
             graph.erase_node(node)
-        return True
 
 
 #: The passes. The first runs before weights are frozen, so torch's key of a compiled graph covers
@@ -235,46 +232,28 @@ def uninstall() -> None:
 def pays(tail: Tail, terms: Any) -> bool:
     """Whether records say that one call for the whole is faster.
 
-    The kernel's time for the whole is compared with BLAS's for the product plus what the rest of
-    the tail takes in a graph without tmm. Without a record of the product alone, a kernel that wins
-    the whole's record pays.
+    The kernel's time for the whole is compared with BLAS's for the product plus a pass over the
+    result. Without a record of the product alone, a kernel that wins the whole's record pays.
     """
     problem = problem_of(tail, terms)
     choice = _choice(problem)
-    if not _wins(problem, choice):
+    if choice.candidate.kernel.name == BASELINE or not choice.from_record:
+        return False
+    from tmm_core.dispatch import saving
+
+    chooser = dispatch.default_dispatcher()
+    if saving.loses_in_steady_state(chooser, problem, choice):
         return False
     if not tail.epilogue and tail.residual is None:
         return True
-    from tmm_core.dispatch import saving
-
-    chooser, alone = dispatch.default_dispatcher(), alone_of(problem)
-    whole_us = saving.record_times(chooser, problem, choice.candidate)
-    alone_us = saving.record_times(chooser, alone)
-    if whole_us is None or alone_us is None:
+    whole = saving.record_times(chooser, problem, choice.candidate)
+    alone = saving.record_times(chooser, alone_of(problem))
+    if whole is None or alone is None:
         return True
-    machine = Machine.of(problem.device)
     size = problem.batch * problem.m * problem.n * problem.out.dtype.itemsize
-    has_residual = tail.residual is not None
-    generated = [tails.is_generated(reader) for reader in tails.readers(tail.last)]
-    if any(generated):
-        # A reader's kernel computes the tail, too. It writes the tail's result for other readers.
-        results = (has_residual or not all(generated)) + tail.gated
-        if not results and not _wins(alone, _choice(alone)):
-            return False
-        rest_us = machine.moving_us(results * size) - machine.RAMP_US
-    else:
-        rest_us = machine.moving_us((2 + has_residual + tail.gated) * size)
-    return whole_us < (alone_us + rest_us) * (1 - MARGIN)
-
-
-def _wins(problem: Problem, choice: Choice) -> bool:
-    """Whether a record chose another kernel than BLAS, and does not say that it is slower than BLAS
-    in steady state."""
-    from tmm_core.dispatch import saving
-
-    if choice.candidate.kernel.name == BASELINE or not choice.from_record:
-        return False
-    return not saving.loses_in_steady_state(dispatch.default_dispatcher(), problem, choice)
+    reads = 2 + (tail.residual is not None) + tail.gated
+    passed = Machine.of(problem.device).moving_us(reads * size)
+    return whole < (alone + passed) * (1 - MARGIN)
 
 
 def _choice(problem: Problem) -> Choice:

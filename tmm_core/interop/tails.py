@@ -301,20 +301,6 @@ def _through(tail: Tail) -> Tail:
     return replace(tail, last=user, nodes=[*tail.nodes, user], shape=user.args[1])
 
 
-def readers(value: Node) -> list[Node]:
-    """Return the nodes that read a value, perhaps reshaped."""
-    found = []
-    for user in value.users:
-        found += readers(user) if user.target in RESHAPES else [user]
-    return found
-
-
-def is_generated(node: Node) -> bool:
-    """Whether Inductor generates the kernel of a node, and computes in it the pointwise operators
-    whose results the node reads."""
-    return torch.Tag.pointwise in getattr(node.target, "tags", ())
-
-
 def _only_user(node: Node) -> Node | None:
     return next(iter(node.users)) if len(node.users) == 1 else None
 
