@@ -18,6 +18,8 @@ from tmm_core import (
     CacheMissError,
     Config,
     ConfigError,
+    PluginError,
+    Problem,
     TmmWarning,
     Traits,
     UnknownNameError,
@@ -93,6 +95,16 @@ def test_a_forced_kernel_that_declines_raises_with_its_reasons() -> None:
         d.choose(problem(), settings(kernel="odd"))
     with pytest.raises(UnknownNameError, match="did you mean 'odd'"):
         d.choose(problem(), settings(kernel="od"))
+
+
+def test_a_forced_launcher_that_does_not_take_its_arguments_is_named() -> None:
+    class Refusing(FakeKernel):
+        def bind(self, problem: Problem, config: Any) -> Any:
+            return lambda a, b: a @ b
+
+    d, _ = dispatcher(FakeBlas(), Refusing("refusing"))
+    with pytest.raises(PluginError, match=r"kernel refusing raised TypeError: .*takes 2 p"):
+        d.bound(problem(), settings(kernel="refusing"))
 
 
 def test_a_forced_kernel_takes_its_best_config_on_record() -> None:

@@ -12,6 +12,9 @@ TRUST = "tests/core/test_trust.py"
 EXACT = "tests/core/test_exact_m.py"
 
 TUNING = [
+    Mutant("forced-signature", "dispatch/dispatcher.py", "and not (ends or unnamed):", "and not ends:",
+           "a forced launcher that does not take its arguments raises an error that names no kernel",
+           (f"{DISPATCHER}::test_a_forced_launcher_that_does_not_take_its_arguments_is_named",)),
     Mutant("poison", "verify/data_sets.py", "            poison(each)\n", "            pass\n",
            "a kernel that writes nothing wins with BLAS's answer", (TUNER, VERIFIER)),
     Mutant("poison-out", "verify/data_sets.py", "        self._outs[which].poison()\n", "",

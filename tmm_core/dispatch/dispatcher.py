@@ -30,6 +30,7 @@ from tmm_core.errors import (
     PluginError,
     UnsupportedProblemError,
     error_text,
+    foreign_place,
     reraise,
 )
 from tmm_core.launch import warm
@@ -111,9 +112,12 @@ class Dispatcher(Deferring):
                     # ``checked_launch`` turns a GeneratorExit into a RuntimeError. No attribute of
                     # a foreign class is read here.
                     ends = type(error) is RuntimeError and type(error.__cause__) is GeneratorExit
-                    if issubclass(type(error), Exception) and not ends:
+                    # The launcher does not take its arguments: no frame names the kernel.
+                    refused = type(error) is TypeError and not foreign_place(error)
+                    unnamed = refused and kernel.name != BASELINE
+                    if issubclass(type(error), Exception) and not (ends or unnamed):
                         raise
-                    # The exception would end the process, or a generator of the caller.
+                    # Or the exception would end the process, or a generator of the caller.
                     raise PluginError(f"kernel {kernel.name} raised {error_text(error)}") from error
                 self.quarantine(problem, choice, error)
             else:
