@@ -26,7 +26,7 @@ from torch import nn
 import tmm_core
 from tmm_core import Epilogue, Port
 from tmm_core.spec.epilogue import INTERNED
-from tmm_core.spec.identity import lasting_text
+from tmm_core.spec.identity import cells_of, lasting_text
 
 Function = Callable[..., torch.Tensor]
 
@@ -407,7 +407,9 @@ def test_an_epilogue_made_in_every_call_keeps_one_plan() -> None:
 
 SCALE = 2.0
 OF_MODULE: Any = types.ModuleType("of_a_module")
-exec("SCALE = 2.0\ndef read(): return SCALE", vars(OF_MODULE))
+OF_MODULE.SCALE = 2.0
+#: Its functions are not followed: they may be a large library's.
+exec("OWN = object()\ndef read(): return OWN and 1", vars(OF_MODULE))
 
 
 def of_helper() -> float:
@@ -426,9 +428,14 @@ READING = {
     "direct": directly,
     "by a function": by_function,
     "of a module": lambda z: z * OF_MODULE.SCALE,
-    "by a module's function": lambda z: z * OF_MODULE.read(),
+    "beside another package's": lambda z: z * SCALE * OF_MODULE.read(),
     "inside": lambda z: (lambda y: y * SCALE)(z),
 }
+
+
+def test_functions_of_other_packages_are_not_followed() -> None:
+    names = [variable.name for variable, _ in cells_of(READING["beside another package's"])]
+    assert names == ["SCALE"]
 
 
 def set_scale(monkeypatch: pytest.MonkeyPatch, c: float) -> None:

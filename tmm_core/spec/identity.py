@@ -45,27 +45,29 @@ def _bare(value: Any) -> Any:
 
 
 def _globals_of(function: FunctionType, seen: set[CodeType]) -> Iterator[Global]:
-    """The global variables that a function and the functions that it calls by name read, but for
-    functions, classes and modules: digests of files stand for these."""
-    if _is_of_a_library(function.__module__) or function.__code__ in seen:
+    """The global variables that a function and the functions of its package that it calls by name
+    read, but for functions, classes and modules: digests of files stand for these."""
+    package = _package_of(function.__module__)
+    if package in LIBRARIES or function.__code__ in seen:
         return
     seen.add(function.__code__)
     for name, attribute in _names(function.__code__):
         variable = Global(function.__globals__, name)
         module = variable.cell_contents
-        if type(module) is ModuleType and not _is_of_a_library(module.__name__):
+        if type(module) is ModuleType and _package_of(module.__name__) not in LIBRARIES:
             variable = Global(vars(module), attribute)
         value = variable.cell_contents
         if type(value) is FunctionType:
-            yield from _globals_of(value, seen)
+            if _package_of(value.__module__) == package:
+                yield from _globals_of(value, seen)
         elif variable.name in variable.namespace and not (
             callable(value) or isinstance(value, ModuleType)
         ):
             yield variable
 
 
-def _is_of_a_library(module: str) -> bool:
-    return str(module).partition(".")[0] in LIBRARIES
+def _package_of(module: str) -> str:
+    return str(module).partition(".")[0]
 
 
 @functools.cache
@@ -175,7 +177,8 @@ def lasting_text(function: Any) -> str | None:
     defaults = *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()
     defaults += tuple(variable.cell_contents for variable in _globals_of(function, set()))
     # A library's version belongs to the environment.
-    files = "" if _is_of_a_library(function.__module__) else package_digest(function.__module__)
+    library = _package_of(function.__module__) in LIBRARIES
+    files = "" if library else package_digest(function.__module__)
     if files is None or not all(type(each) in _CONSTANTS for each in defaults):
         return None
     code = _code_text(function.__code__)
