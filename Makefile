@@ -2,6 +2,8 @@ VENV ?= .venv
 PYTHON ?= python3
 PY := $(VENV)/bin/python
 PIP := -m pip install -q
+# Tests start hundreds of processes, which would compile all modules and rewrite all asserts again.
+unexport PYTHONDONTWRITEBYTECODE
 STAMP := $(VENV)/.installed
 
 .PHONY: demo test check oldest newest release-check mutants docs format clean
