@@ -433,6 +433,19 @@ READING = {
 }
 
 
+@pytest.mark.parametrize(
+    ("value", "lasts"), [(2.0, True), ((1, (2.0, "x")), True), ((1, [2.0]), False), ({}, False)]
+)
+def test_constants_are_part_of_the_text_on_disk(
+    value: Any, lasts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = lasting_text(by_function)
+    monkeypatch.setitem(globals(), "SCALE", value)
+    text = lasting_text(by_function)
+    assert (text is not None) is lasts
+    assert (text == before) is (value == 2.0)
+
+
 def test_functions_of_other_packages_are_not_followed() -> None:
     names = [variable.name for variable, _ in cells_of(READING["beside another package's"])]
     assert names == ["SCALE"]

@@ -125,4 +125,8 @@ IDENTITY = [
            "a compiled call does not see that the slope of a LeakyReLU changed",
            ("tests/core/test_spellings.py::"
             "test_a_compiled_call_is_compiled_again_for_another_module",)),
+    Mutant("identity-tuples", "spec/identity.py",
+           "return all(map(_is_constant, value)) if type(value) is tuple else", "return",
+           "an epilogue that reads a tuple of coefficients has no records on disk",
+           ("tests/core/test_identity.py::test_constants_are_part_of_the_text_on_disk",)),
 ]  # fmt: skip

@@ -102,6 +102,10 @@ def _value(value: Any) -> Hashable:
     return tuple(map(_value, value)) if type(value) is tuple else id(value)
 
 
+def _is_constant(value: Any) -> bool:
+    return all(map(_is_constant, value)) if type(value) is tuple else type(value) in _CONSTANTS
+
+
 def is_frozen(function: Any) -> bool:
     """Whether :func:`frozen` copies a function. A function that writes its closure variables, or
     has attributes, is not copied."""
@@ -179,7 +183,7 @@ def lasting_text(function: Any) -> str | None:
     # A library's version belongs to the environment.
     library = _package_of(function.__module__) in LIBRARIES
     files = "" if library else package_digest(function.__module__)
-    if files is None or not all(type(each) in _CONSTANTS for each in defaults):
+    if files is None or not _is_constant(defaults):
         return None
     code = _code_text(function.__code__)
     return f"{function.__module__}.{function.__qualname__} {files} {defaults!r} {code}"
