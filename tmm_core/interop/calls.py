@@ -32,7 +32,7 @@ def traced_text_of(epilogue: EpilogueLike) -> str:
         return text_of(epilogue)
     if epilogue is None or isinstance(epilogue, str):
         # A name may stand for another function in a process that finds the graph in torch's cache.
-        return _parsed_text(epilogue or None)
+        return _parsed_text(epilogue) if epilogue else ""
     if isinstance(epilogue, Epilogue):
         _guard(epilogue.traced)
         for read in epilogue.readers:
