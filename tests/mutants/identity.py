@@ -110,11 +110,14 @@ IDENTITY = [
            ("tests/core/test_spellings.py::"
             "test_a_compiled_call_is_compiled_again_for_another_epilogue",)),
     Mutant("compiled-name", "interop/calls.py",
-           "        return _parsed_text(epilogue or None)\n    if isinstance(epilogue, Epilogue):\n        _guard",
-           "        return epilogue or \"\"\n    if isinstance(epilogue, Epilogue):\n        _guard",
+           'return _parsed_text(epilogue) if epilogue else ""', 'return epilogue or ""',
            "torch's cache of graphs gives a process what another process had under a name",
            ("tests/core/test_spellings.py::"
             "test_a_graph_has_the_key_of_an_epilogue_that_is_given_by_name",)),
+    Mutant("compiled-without-a-name", "interop/calls.py",
+           'return _parsed_text(epilogue) if epilogue else ""', "return _parsed_text(epilogue or None)",
+           "compiled products of one quantised input are calls of their own",
+           ("tests/core/test_shared_input.py::test_quantised_weights",)),
     Mutant("compiled-closure", "interop/calls.py", "                _guard(value)\n",
            "                pass\n",
            "a compiled call does not see that a closure variable of its epilogue changed",
