@@ -96,6 +96,7 @@ def of_ptxas(status: int) -> PTXASError:
 
 ENVIRONMENT: list[tuple[str, Callable[[], BaseException]]] = [
     ("passing", MemoryError),
+    ("passing", lambda: DeprecationWarning("raised by the filters of the program")),
     ("passing", lambda: torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")),
     ("passing", lambda: RuntimeError("CUDA error: out of memory")),
     ("passing", lambda: RuntimeError("Triton Error [CUDA]: out of memory")),

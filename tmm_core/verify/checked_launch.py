@@ -7,9 +7,11 @@ import gc
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from types import CellType, FrameType, FunctionType, GeneratorType
 from typing import Any
 
 import torch
+from tmm_base.guards import suppress
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from tmm_core.spec.launcher import Bound, Launcher
@@ -62,6 +64,41 @@ def _expire(returned: Iterable[StorageWeakRef], seconds: float) -> bool:
             return False
         time.sleep(1e-3)
     return True
+
+
+def _new_result() -> Tensor:
+    return torch.empty(1)
+
+
+def _others_keep_results() -> bool:
+    """Whether a result that no kernel made is kept, by a tracer or a mode of torch."""
+    return not StorageWeakRef(_new_result().untyped_storage()).expired()
+
+
+#: What frames hold results in: verification's lists, and the variables of inner functions.
+_IN_FRAMES = (list, tuple, CellType, FunctionType, GeneratorType)
+
+
+def _frames_alone_keep(returned: Iterable[StorageWeakRef]) -> bool:
+    """Whether nothing but frames keeps these memories. A thread that watches others may hold the
+    frames that it saw last for any time."""
+    memories = {memory.cdata for memory in returned if not memory.expired()}
+    kept: list[Any] = [t for t in gc.get_objects() if type(t) is Tensor and _address(t) in memories]
+    found, seen = bool(kept), set[int]()
+    while kept:
+        seen |= {id(kept), *map(id, kept)}
+        holders = [holder for holder in gc.get_referrers(*kept) if id(holder) not in seen]
+        kept = [holder for holder in holders if type(holder) is not FrameType]
+        seen.add(id(holders))
+        if not all(type(holder) in _IN_FRAMES for holder in kept):
+            return False
+    return found
+
+
+def _address(tensor: Tensor) -> int | None:
+    with suppress(Exception):  # a sparse tensor has no storage
+        return int(tensor.untyped_storage()._cdata)
+    return None
 
 
 class CheckedLauncher:
@@ -225,6 +262,8 @@ class CheckedLauncher:
             gc.collect(generation)  # a reference cycle, usually a young one, may hold a result
             if _expire(returned, seconds):
                 return
+        if _others_keep_results() or _frames_alone_keep(returned):
+            return
         raise WrongError("it keeps the memory of a result, which it may overwrite")
 
     def _check_inputs(self) -> None:

@@ -125,7 +125,8 @@ def read(error: BaseException, name: str) -> Any:
 
 def _by_type(error: BaseException) -> Cause | None:
     kind = type(error)
-    if issubclass(kind, MemoryError | torch.OutOfMemoryError | BrokenExecutor):
+    # A warning is raised only if the program's filters turn it into an error.
+    if issubclass(kind, MemoryError | torch.OutOfMemoryError | BrokenExecutor | Warning):
         return "passing"
     if issubclass(kind, subprocess.TimeoutExpired):
         return "hung"

@@ -38,18 +38,18 @@ T = TypeVar("T")
 cuda = torch.backends.cuda
 _matmul = cuda.matmul
 
-#: Maximum seconds for which a thread waits to see whether others change the state, and seconds
-#: between two looks. Another thread may get no processor for some milliseconds; a launch takes
-#: less.
-_IDLE, _BETWEEN_LOOKS = 0.1, 2e-3
+#: Seconds for which a thread waits to see whether others change the state: as long as the launch
+#: took, within these limits. Another thread may get no processor for some milliseconds.
+_IDLE, _LONGEST_IDLE = 0.1, 5.0
+#: Seconds between two looks.
+_BETWEEN_LOOKS = 2e-3
 #: Maximum seconds for which a call waits until other threads' watched calls have returned.
 TURN = 1.0
 
 
-#: Who may change a piece of state besides a launch. ``thread``: no other thread. ``main``: the main
-#: thread, whose settings other threads leave alone. ``any``: any thread at any time. ``generator``:
-#: likewise, and the state is a random generator's.
-Owner = Literal["thread", "main", "any", "generator"]
+#: Who may change a piece of state besides a launch. ``thread``: no other thread. ``any``: any
+#: thread at any time. ``generator``: likewise, and the state is a random generator's.
+Owner = Literal["thread", "any", "generator"]
 
 
 class Piece(NamedTuple):
@@ -57,10 +57,10 @@ class Piece(NamedTuple):
 
     read: Callable[[], Any]
     write: Callable[[Any], Any] | None
-    owner: Owner = "main"
+    owner: Owner = "any"
 
 
-def _attributes(places: Callable[[], Iterable[tuple[Any, str]]], owner: Owner = "main") -> Piece:
+def _attributes(places: Callable[[], Iterable[tuple[Any, str]]], owner: Owner = "any") -> Piece:
     """Attributes of objects: classes get no attribute of their own for one that they inherit."""
 
     def write(values: list[Any]) -> None:
@@ -71,8 +71,8 @@ def _attributes(places: Callable[[], Iterable[tuple[Any, str]]], owner: Owner = 
     return Piece(lambda: [getattr(of, name, None) for of, name in places()], write, owner)
 
 
-def _attribute(of: Any, name: str, owner: Owner = "main") -> Piece:
-    return _attributes(lambda: [(of, name)], owner)
+def _attribute(of: Any, name: str) -> Piece:
+    return _attributes(lambda: [(of, name)])
 
 
 def _items(of: Callable[[], Any]) -> Piece:
@@ -81,10 +81,21 @@ def _items(of: Callable[[], Any]) -> Piece:
     def write(items: list[Any]) -> None:
         of()[:] = items
 
-    return Piece(lambda: list(of()), write, "any")
+    return Piece(lambda: list(of()), write)
 
 
-def _entries(of: Callable[[], MutableMapping[str, Any]], owner: Owner = "main") -> Piece:
+def _called_at_events(read: Callable[[], Any], write: Callable[[Any], None]) -> Piece:
+    """A function that a debugger or profiler of any thread sets in all threads. Python shows an
+    object in place of a function in C, such as cProfile's, and cannot call it."""
+
+    def restore(function: Any) -> None:
+        if function is None or callable(function):
+            write(function)
+
+    return Piece(read, restore)
+
+
+def _entries(of: Callable[[], MutableMapping[str, Any]]) -> Piece:
     """The entries of a mapping."""
 
     def write(before: dict[str, Any]) -> None:
@@ -92,7 +103,7 @@ def _entries(of: Callable[[], MutableMapping[str, Any]], owner: Owner = "main") 
             del of()[name]
         of().update(before)
 
-    return Piece(lambda: dict(of()), write, owner)
+    return Piece(lambda: dict(of()), write)
 
 
 _SIGNALS = [
@@ -180,7 +191,7 @@ def _set_hooks(before: Any) -> None:
         _pop_hooks()
 
 
-def _switch(read: str, write: str, owner: Owner = "main") -> Piece:
+def _switch(read: str, write: str, owner: Owner = "any") -> Piece:
     value = private(f"torch._C.{read}", lambda: None)
     return Piece(value, private(f"torch._C.{write}", lambda _: None), owner)
 
@@ -366,8 +377,8 @@ PIECES: dict[str, Piece] = {
     ),
     "the filling of new memory": _attribute(torch.utils.deterministic, "fill_uninitialized_memory"),
     "the rounding mode": Piece(_rounding, None, "thread"),
-    "the trace function": Piece(sys.gettrace, sys.settrace, "thread"),
-    "the profile function": Piece(sys.getprofile, sys.setprofile, "thread"),
+    "the trace function": _called_at_events(sys.gettrace, sys.settrace),
+    "the profile function": _called_at_events(sys.getprofile, sys.setprofile),
     "the recursion limit": Piece(sys.getrecursionlimit, sys.setrecursionlimit),
     "the handlers of signals": Piece(_handlers, _set_handlers),
     "how often threads are switched": Piece(sys.getswitchinterval, sys.setswitchinterval),
@@ -383,12 +394,12 @@ PIECES: dict[str, Piece] = {
     "the hook of exceptions": _attribute(sys, "excepthook"),
     "the hook of threads' exceptions": _attribute(threading, "excepthook"),
     "how Python shows values and errors": _attributes(
-        lambda: [(sys, "displayhook"), (sys, "unraisablehook"), (warnings, "showwarning")], "any"
+        lambda: [(sys, "displayhook"), (sys, "unraisablehook"), (warnings, "showwarning")]
     ),
     "functions of Python": _attributes(lambda: [(builtins, n) for n in ("__import__", "open")]),
     "the limit of digits": _modules("sys", "get_int_max_str_digits", "set_int_max_str_digits"),
     "how libraries are loaded": _modules("sys", "getdlopenflags", "setdlopenflags"),
-    "the alarms of the process": Piece(_alarms, _stop_alarms, "any"),
+    "the alarms of the process": Piece(_alarms, _stop_alarms),
     "functions of torch": _attributes(lambda: _REPLACED),
     "how torch prints": _entries(lambda: vars(_printing)),
     "how often torch warns": Piece(torch.is_warn_always_enabled, torch.set_warn_always),
@@ -405,20 +416,20 @@ PIECES: dict[str, Piece] = {
         lambda value: value and _numpy().seterr(**value),
         "thread",
     ),
-    "environment variables": _entries(lambda: os.environ, "any"),
-    "the working directory": Piece(_directory, _set_directory, "any"),
+    "environment variables": _entries(lambda: os.environ),
+    "the working directory": Piece(_directory, _set_directory),
     "the filters of warnings": _items(lambda: warnings.filters),
-    "the root logger": _attributes(lambda: _LOGGERS, "any"),
+    "the root logger": _attributes(lambda: _LOGGERS),
     "the handlers of the root logger": _items(lambda: logging.root.handlers),
     "the folders of modules": _items(lambda: sys.path),
     "the finders of modules": _items(lambda: sys.meta_path),
     "the callbacks of the garbage collector": _items(lambda: gc.callbacks),
     "the garbage collector": Piece(
-        gc.isenabled, lambda enabled: gc.enable() if enabled else gc.disable(), "any"
+        gc.isenabled, lambda enabled: gc.enable() if enabled else gc.disable()
     ),
-    "Python's standard input": _attribute(sys, "stdin", "any"),
-    "Python's standard output": _attribute(sys, "stdout", "any"),
-    "Python's standard error": _attribute(sys, "stderr", "any"),
+    "Python's standard input": _attribute(sys, "stdin"),
+    "Python's standard output": _attribute(sys, "stdout"),
+    "Python's standard error": _attribute(sys, "stderr"),
     "torch's random generator": _generator(torch),
     "Python's random generator": Piece(random.getstate, random.setstate, "generator"),
     "NumPy's random generator": Piece(_numpy_state, _set_numpy_state, "generator"),
@@ -449,11 +460,8 @@ ON_CUDA: dict[str, Piece] = {
 class _Watched:
     """A call that is being watched."""
 
-    def __init__(self) -> None:
-        #: Whether another one was watched at the same time.
-        self.beside_another = False
-        #: Whether another one waited for it in vain; no further one does.
-        self.is_slow = False
+    #: Whether another one waited for it in vain; no further one does.
+    is_slow = False
 
 
 class _Turns:
@@ -465,17 +473,16 @@ class _Turns:
         self._running: set[_Watched] = set()
 
     @contextmanager
-    def turn(self) -> Iterator[_Watched]:
+    def turn(self) -> Iterator[None]:
         """A context in which a call is watched."""
         own = _Watched()
         try:
             with self._changed:
                 self._changed.wait_for(lambda: all(each.is_slow for each in self._running), TURN)
-                own.beside_another = bool(self._running)
                 for other in self._running:
-                    other.is_slow = other.beside_another = True
+                    other.is_slow = True
                 self._running.add(own)
-            yield own
+            yield
         finally:
             with self._changed:
                 self._running.discard(own)
@@ -499,16 +506,16 @@ class State:
     """The state of this process and thread at one time."""
 
     def __init__(self, device: torch.device) -> None:
-        #: Whether the main thread, which changes settings, is another thread than this one.
+        #: Whether the main thread, which draws random numbers, is another thread than this one.
         self._beside_main = threading.current_thread() is not threading.main_thread()
-        self._pieces = PIECES | ON_CUDA if device.type == "cuda" else PIECES
-        self._values = {name: piece.read() for name, piece in self._pieces.items()}
+        self.pieces = PIECES | ON_CUDA if device.type == "cuda" else PIECES
+        self._values = {name: piece.read() for name, piece in self.pieces.items()}
 
     def changed(self) -> list[str]:
         """Return the names of the pieces that differ now. Pieces that belong to this thread are
         restored at once: modes may change every function of torch, or raise in it."""
         names = []
-        for name, piece in self._pieces.items():
+        for name, piece in self.pieces.items():
             if piece.read() != self._values[name]:
                 names.append(name)
                 if piece.owner == "thread":
@@ -519,19 +526,9 @@ class State:
         """Restore these pieces, but no random generator while the main thread runs beside this one:
         that thread could draw the same numbers again."""
         for name in names:
-            _, write, owner = self._pieces[name]
+            _, write, owner = self.pieces[name]
             if write is not None and not (self._beside_main and owner == "generator"):
                 write(self._values[name])
-
-    def is_shared(self, name: str, beside_another: bool = False) -> bool:
-        """Whether another thread may have changed this piece.
-
-        Args:
-            beside_another: Another thread runs a plugin's code.
-        """
-        owner = self._pieces[name].owner
-        others = self._beside_main or beside_another
-        return owner in ("any", "generator") or (owner == "main" and others)
 
 
 def watched(call: Callable[[], T], device: torch.device) -> tuple[T, list[str]]:
@@ -544,39 +541,38 @@ def watched(call: Callable[[], T], device: torch.device) -> tuple[T, list[str]]:
 
     One call is watched at a time, unless another one takes more than :data:`TURN` seconds.
     """
-    with _turns.turn() as turn:
-        return _watched(call, device, turn)
+    with _turns.turn():
+        return _watched(call, device)
 
 
-def _watched(call: Callable[[], T], device: torch.device, turn: _Watched) -> tuple[T, list[str]]:
-    before = State(device)
+def _watched(call: Callable[[], T], device: torch.device) -> tuple[T, list[str]]:
+    before, began = State(device), time.monotonic()
     result = call()
     if not (changed := before.changed()):
         return result, []
-    suspects = [name for name in changed if before.is_shared(name, turn.beside_another)]
-    own = [name for name in changed if name not in suspects]
-    before.restore(own)
+    idle = min(max(_IDLE, time.monotonic() - began), _LONGEST_IDLE)
+    own = [name for name in changed if before.pieces[name].owner == "thread"]
+    suspects = [name for name in changed if name not in own]
     for _ in range(2):
-        if not (suspects := _unchanged_while_waiting(suspects, device)):
+        if not (suspects := _unchanged_while_waiting(suspects, idle, device)):
             break
         left = State(device)
         before.restore(suspects)
         again = State(device)
         result = call()
         confirmed = again.changed()
-        before.restore(own)
         left.restore(name for name in suspects if name not in confirmed)
         suspects = [name for name in suspects if name in confirmed]
     before.restore(suspects)
     return result, own + suspects
 
 
-def _unchanged_while_waiting(names: list[str], device: torch.device) -> list[str]:
-    """The names of the pieces that no other thread changes meanwhile."""
-    idle = State(device)
-    end = time.monotonic() + _IDLE
+def _unchanged_while_waiting(names: list[str], seconds: float, device: torch.device) -> list[str]:
+    """The names of the pieces that no other thread changes within some seconds."""
+    waiting = State(device)
+    end = time.monotonic() + seconds
     while names and time.monotonic() < end:
         time.sleep(_BETWEEN_LOOKS)
-        changed = idle.changed()
+        changed = waiting.changed()
         names = [name for name in names if name not in changed]
     return names
