@@ -776,14 +776,19 @@ def test_a_slice_on_a_gpu_is_on_the_stream_of_its_tuning_and_waits_for_launches(
 
 
 @pytest.mark.parametrize(
-    ("rested", "starting", "at", "rests"),
-    [(None, False, 50.0, 0.0), (True, False, 53.0, 3.0), (None, True, 53.0, 0.0)],
-)
+    ("rested", "starting", "waited", "at", "rests"),
+    [
+        (None, False, 0.5, 50.0, 0.0), (True, False, 0.5, 50.5, 0.5), (None, True, 0.5, 50.5, 0.0),
+        (None, False, 1.0, 50.0, 0.0), (None, False, 3.0, 53.0, 0.0),
+    ],
+)  # fmt: skip
 def test_which_times_are_charged_to_the_budget(
-    rested: Any, starting: bool, at: float, rests: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Pauses of the caller and the start of compile processes are not charged."""
-    clock = iter([10.0, 13.0])
+    rested: Any, starting: bool, waited: float, at: float, rests: float,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Pauses of the caller, the start of compile processes and seconds for which the process was
+    stopped are not charged."""
+    clock = iter([10.0, 10.0 + waited])
     monkeypatch.setattr(tuner, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     freed: list[bool] = []
     waits: list[Any] = []

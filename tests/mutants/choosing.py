@@ -22,7 +22,7 @@ TUNING = [
     Mutant("one-set", "verify/data_sets.py", "+ given + 2 * out <= most else", "+ given + 2 * out <= limit else",
            "operands beyond 4 GiB go to BLAS", (f"{VERIFIER}::test_samples_where_memory_is_short",)),
     Mutant("start-in-budget", "tuning/tuner.py",
-           "waited if rested or starting else 0.0", "waited if rested else 0.0",
+           "free = rested or starting or", "free = rested or",
            "the first problem's budget ends before a kernel compiles",
            ("tests/core/test_compilers.py::test_the_start_of_the_server_costs_no_budget",)),
     Mutant("compiled-twice", "candidate_launchers.py", "return begun.pop(each) if each in begun else ", "return ",

@@ -46,6 +46,9 @@ from tmm_core.verify.verifier import Verifier
 
 T = TypeVar("T")
 
+#: Seconds that no wait for compilers takes, unless the process was stopped (Ctrl-Z, a paused
+#: container).
+STOPPED = 1.0
 #: The epilogues of the products of :meth:`Tuner.preload`.
 PRELOADED = (None, "silu", "gelu")
 
@@ -192,7 +195,8 @@ class Tuner:
                 tuning.release()
 
     def _charged(self, steps: Steps[T], deadline: Deadline) -> Steps[T]:
-        """Run ``steps``. Pauses and the compile processes' start are not charged to the budget."""
+        """Run ``steps``. Pauses, the compile processes' start and the time for which this process
+        was stopped are not charged to the budget."""
         rested = None
         try:
             while True:
@@ -201,7 +205,8 @@ class Tuner:
                 rested = yield pending
                 waited = time.monotonic() - left
                 deadline.rested += waited if rested else 0.0
-                deadline.at += waited if rested or starting else 0.0
+                free = rested or starting or waited > STOPPED
+                deadline.at += waited if free else 0.0
         except StopIteration as end:
             result: T = end.value
             return result
