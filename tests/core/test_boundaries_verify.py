@@ -15,7 +15,9 @@ import re
 import signal
 import sys
 import threading
+from collections import UserDict
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
 
@@ -1111,6 +1113,30 @@ def test_a_folder_that_was_removed_and_numpy_that_is_absent_are_no_state(
     process_state._set_directory(None)
     process_state._set_numpy_state(None)
     assert process_state.State(CPU).changed() == []
+
+
+def test_what_another_thread_removes_while_state_is_read_or_restored(tmp_path: Path) -> None:
+    """Such a variable or folder ended a verification, and the environment stayed half restored."""
+
+    class Shared(UserDict[str, Any]):
+        def __getitem__(self, name: str) -> Any:
+            if name == "theirs":
+                del self.data[name]
+            return super().__getitem__(name)
+
+        def keys(self) -> Any:
+            return {*super().keys(), "gone"} if self.written else super().keys()
+
+        written = False
+
+    shared = Shared(own=1, theirs=2)
+    piece = process_state._entries(lambda: shared)
+    assert piece.read() == {"own": 1}
+    assert piece.write is not None
+    shared.written = True
+    piece.write({"own": 3})
+    assert shared.data == {"own": 3}
+    process_state._set_directory(str(tmp_path / "removed"))
 
 
 def test_what_a_system_lacks_is_no_state(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -364,6 +364,16 @@ SYSTEMATIC_CORE = [
            "a slow launch is blamed for random numbers that another thread draws now and then",
            ("tests/core/test_process_state.py::"
             "test_a_slow_launch_is_not_blamed_for_what_another_thread_changes_now_and_then",)),
+    Mutant("watched-entries", "verify/process_state.py",
+           "            of().pop(name, None)\n", "            del of()[name]\n",
+           "a variable that another thread removes ends a verification, half restored",
+           ("tests/core/test_boundaries_verify.py::"
+            "test_what_another_thread_removes_while_state_is_read_or_restored",)),
+    Mutant("watched-folders", "verify/process_state.py",
+           "with suppress(OSError):  # another thread removed it", "if True:",
+           "a folder that another thread removes ends a verification",
+           ("tests/core/test_boundaries_verify.py::"
+            "test_what_another_thread_removes_while_state_is_read_or_restored",)),
     Mutant("watched-profilers", "verify/process_state.py",
            "return Piece(read, restore)", 'return Piece(read, restore, "thread")',
            "a launch is blamed for a profiler that another thread starts",

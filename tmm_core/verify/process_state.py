@@ -96,14 +96,19 @@ def _called_at_events(read: Callable[[], Any], write: Callable[[Any], None]) -> 
 
 
 def _entries(of: Callable[[], MutableMapping[str, Any]]) -> Piece:
-    """The entries of a mapping."""
+    """The entries of a mapping, from which another thread may remove some meanwhile."""
+
+    def read() -> dict[str, Any]:
+        while True:
+            with suppress(KeyError):
+                return dict(of())
 
     def write(before: dict[str, Any]) -> None:
         for name in of().keys() - before.keys():
-            del of()[name]
+            of().pop(name, None)
         of().update(before)
 
-    return Piece(lambda: dict(of()), write)
+    return Piece(read, write)
 
 
 _SIGNALS = [
@@ -299,7 +304,8 @@ def _directory() -> str | None:
 
 def _set_directory(path: str | None) -> None:
     if path is not None:
-        os.chdir(path)
+        with suppress(OSError):  # another thread removed it
+            os.chdir(path)
 
 
 _printing = private("torch._tensor_str.PRINT_OPTS", types.SimpleNamespace())
