@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import math
 import os
 import re
 import subprocess
@@ -12,6 +13,7 @@ import sys
 import threading
 import types
 from collections.abc import Callable
+from math import sqrt
 from pathlib import Path
 from typing import Any
 
@@ -424,6 +426,10 @@ def by_function(z: Any) -> Any:
     return z * of_helper()
 
 
+def by_recursion(z: Any, times: int = 2) -> Any:
+    return by_recursion(z * SCALE, times - 1) if times else z
+
+
 READING = {
     "direct": directly,
     "by a function": by_function,
@@ -446,9 +452,39 @@ def test_constants_are_part_of_the_text_on_disk(
     assert (text == before) is (value == 2.0)
 
 
-def test_functions_of_other_packages_are_not_followed() -> None:
-    names = [variable.name for variable, _ in cells_of(READING["beside another package's"])]
-    assert names == ["SCALE"]
+@pytest.mark.parametrize(
+    ("function", "names"),
+    [
+        (READING["beside another package's"], ["SCALE"]), (by_recursion, ["SCALE"]),
+        (lambda z: nn.functional.silu(abs(z) * math.pi), []), (nn.functional.gumbel_softmax, []),
+        (lambda z: sqrt(nn.Identity()(z)), []),
+    ],
+)  # fmt: skip
+def test_functions_classes_and_modules_are_no_variables(function: Any, names: list[str]) -> None:
+    assert [variable.name for variable, _ in cells_of(function)] == names
+
+
+def test_functions_and_constants_of_triton_are_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton")
+    (tmp_path / "of_triton_a.py").write_text(
+        "import triton\n"
+        "import triton.language as tl\n"
+        "C = tl.constexpr(2.0)\n"
+        "@triton.jit\n"
+        "def constant():\n"
+        "    return C\n"
+        "@triton.jit\n"
+        "def device(z):\n"
+        "    return z * constant()\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    module = importlib.import_module("of_triton_a")
+    monkeypatch.setitem(sys.modules, "of_triton_a", module)  # until the test ends
+    two = lasting_text(module.device)
+    monkeypatch.setattr(module, "C", type(module.C)(3.0))
+    assert None is not two != lasting_text(module.device) is not None
 
 
 def set_scale(monkeypatch: pytest.MonkeyPatch, c: float) -> None:
@@ -477,11 +513,11 @@ def test_a_graph_is_compiled_again_for_a_global_variable(
     assert texts[0] != texts[1] != texts[2] == texts[0]
 
 
-def test_globals_of_what_is_no_module_do_not_end_a_compilation() -> None:
+@pytest.mark.parametrize("module", [None, "math"])
+def test_globals_of_what_is_no_module_do_not_end_a_compilation(module: Any) -> None:
     torch._dynamo.reset()
-    call = functools.partial(
-        tmm_core.matmul, epilogue=Epilogue("f", executed("def f(z): return z * c", c=2.0))
-    )
+    function = executed("def f(z): return z * c", c=2.0, __name__=module)
+    call = functools.partial(tmm_core.matmul, epilogue=Epilogue("f", function))
     compiled = torch.compile(call, backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(A, B), 2 * (A @ B))
 
