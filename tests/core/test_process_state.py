@@ -419,6 +419,28 @@ def test_what_a_launch_changes_once_is_no_change_of_its_own(
     assert sys.path[-1] == "/nowhere"
 
 
+@pytest.mark.parametrize("beside_main", [False, True])
+def test_how_torch_computes_is_taken_back_if_it_changes_once(beside_main: bool) -> None:
+    """A library that a first launch imports may allow TF32 for the whole process."""
+    matmul, before = torch.backends.cuda.matmul, torch.backends.cuda.matmul.fp32_precision
+    left = ["tf32"]
+
+    def launch() -> None:
+        if left:
+            matmul.fp32_precision = left.pop()
+
+    def watch() -> Any:
+        return process_state.watched(launch, CPU)
+
+    try:
+        found = in_another_thread(watch) if beside_main else watch()
+        seen = matmul.fp32_precision
+    finally:
+        matmul.fp32_precision = before
+    assert found == (None, [])
+    assert seen == ("tf32" if beside_main else before)
+
+
 def test_the_backends_of_attention_are_put_back_one_by_one() -> None:
     piece = process_state.PIECES["the backends of attention"]
     assert piece.write is not None

@@ -359,6 +359,11 @@ SYSTEMATIC_CORE = [
            "other.is_slow = True", "pass",
            "every launch waits a second beside a bind that hangs",
            ("tests/core/test_process_state.py::test_a_launch_waits_once_for_a_bind_that_hangs",)),
+    Mutant("watched-once", "verify/process_state.py",
+           'return self.pieces[name].owner == "main" and not self._beside_main', "return False",
+           "a library that a first launch imports allows TF32 for the whole process",
+           ("tests/core/test_process_state.py::"
+            "test_how_torch_computes_is_taken_back_if_it_changes_once",)),
     Mutant("watched-slow-launches", "verify/process_state.py",
            "idle = min(max(_IDLE, time.monotonic() - began), _LONGEST_IDLE)", "idle = _IDLE",
            "a slow launch is blamed for random numbers that another thread draws now and then",

@@ -47,9 +47,10 @@ _BETWEEN_LOOKS = 2e-3
 TURN = 1.0
 
 
-#: Who may change a piece of state besides a launch. ``thread``: no other thread. ``any``: any
-#: thread at any time. ``generator``: likewise, and the state is a random generator's.
-Owner = Literal["thread", "any", "generator"]
+#: Who may change a piece of state besides a launch. ``thread``: no other thread. ``main``: the main
+#: thread, since it is how torch computes. ``any``: any thread at any time. ``generator``: likewise,
+#: and the state is a random generator's.
+Owner = Literal["thread", "main", "any", "generator"]
 
 
 class Piece(NamedTuple):
@@ -71,8 +72,8 @@ def _attributes(places: Callable[[], Iterable[tuple[Any, str]]], owner: Owner = 
     return Piece(lambda: [getattr(of, name, None) for of, name in places()], write, owner)
 
 
-def _attribute(of: Any, name: str) -> Piece:
-    return _attributes(lambda: [(of, name)])
+def _attribute(of: Any, name: str, owner: Owner = "any") -> Piece:
+    return _attributes(lambda: [(of, name)], owner)
 
 
 def _items(of: Callable[[], Any]) -> Piece:
@@ -339,24 +340,27 @@ PIECES: dict[str, Piece] = {
             torch.is_deterministic_algorithms_warn_only_enabled(),
         ),
         lambda value: torch.use_deterministic_algorithms(value[0], warn_only=value[1]),
+        "main",
     ),
     "the flushing of denormal numbers": Piece(
         lambda: _DENORMAL * 0.5 == 0, torch.set_flush_denormal, "thread"
     ),
-    "the fp32 precision of products": _attribute(_matmul, "fp32_precision"),
-    "the fp32 precision of cuDNN": _attribute(torch.backends.cudnn, "fp32_precision"),
+    "the fp32 precision of products": _attribute(_matmul, "fp32_precision", "main"),
+    "the fp32 precision of cuDNN": _attribute(torch.backends.cudnn, "fp32_precision", "main"),
     "the reduced precision of fp16 sums": _attribute(
-        _matmul, "allow_fp16_reduced_precision_reduction"
+        _matmul, "allow_fp16_reduced_precision_reduction", "main"
     ),
     "the reduced precision of bf16 sums": _attribute(
-        _matmul, "allow_bf16_reduced_precision_reduction"
+        _matmul, "allow_bf16_reduced_precision_reduction", "main"
     ),
-    "fp16 accumulation": _attribute(_matmul, "allow_fp16_accumulation"),
-    "cuDNN's benchmark mode": _switch("_get_cudnn_benchmark", "_set_cudnn_benchmark"),
-    "cuDNN's deterministic mode": _switch("_get_cudnn_deterministic", "_set_cudnn_deterministic"),
-    "whether torch uses cuDNN": _switch("_get_cudnn_enabled", "_set_cudnn_enabled"),
-    "whether torch uses oneDNN": _switch("_get_mkldnn_enabled", "_set_mkldnn_enabled"),
-    "whether torch uses NNPACK": _switch("_get_nnpack_enabled", "_set_nnpack_enabled"),
+    "fp16 accumulation": _attribute(_matmul, "allow_fp16_accumulation", "main"),
+    "cuDNN's benchmark mode": _switch("_get_cudnn_benchmark", "_set_cudnn_benchmark", "main"),
+    "cuDNN's deterministic mode": _switch(
+        "_get_cudnn_deterministic", "_set_cudnn_deterministic", "main"
+    ),
+    "whether torch uses cuDNN": _switch("_get_cudnn_enabled", "_set_cudnn_enabled", "main"),
+    "whether torch uses oneDNN": _switch("_get_mkldnn_enabled", "_set_mkldnn_enabled", "main"),
+    "whether torch uses NNPACK": _switch("_get_nnpack_enabled", "_set_nnpack_enabled", "main"),
     "the order of einsum": _attribute(torch.backends.opt_einsum, "enabled"),
     "the fast path of encoders": _modules(
         "torch.backends.mha", "get_fastpath_enabled", "set_fastpath_enabled"
@@ -365,7 +369,7 @@ PIECES: dict[str, Piece] = {
         "torch.multiprocessing", "get_sharing_strategy", "set_sharing_strategy"
     ),
     "the fp32 precision of oneDNN": _attribute(
-        getattr(torch.backends.mkldnn, "matmul", None), "fp32_precision"
+        getattr(torch.backends.mkldnn, "matmul", None), "fp32_precision", "main"
     ),
     "the backends of attention": Piece(
         lambda: (
@@ -374,6 +378,7 @@ PIECES: dict[str, Piece] = {
             cuda.math_sdp_enabled(),
         ),
         _set_attention,
+        "main",
     ),
     "the autocast cache": Piece(
         torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled, "thread"
@@ -536,6 +541,11 @@ class State:
             if write is not None and not (self._beside_main and owner == "generator"):
                 write(self._values[name])
 
+    def takes_back(self, name: str) -> bool:
+        """Whether this thread alone decides about this piece: a library that a launch imports may
+        change it once."""
+        return self.pieces[name].owner == "main" and not self._beside_main
+
 
 def watched(call: Callable[[], T], device: torch.device) -> tuple[T, list[str]]:
     """Call a plugin's code, and restore what it changed; returns the result and the names of these
@@ -543,7 +553,7 @@ def watched(call: Callable[[], T], device: torch.device) -> tuple[T, list[str]]:
 
     Another thread may have changed state that threads share. So a change of shared state counts
     only if two further calls repeat it, and if it does not happen while this thread waits.
-    Otherwise it is not undone.
+    Otherwise it is not undone, except for how torch computes, which the main thread decides.
 
     One call is watched at a time, unless another one takes more than :data:`TURN` seconds.
     """
@@ -567,7 +577,8 @@ def _watched(call: Callable[[], T], device: torch.device) -> tuple[T, list[str]]
         again = State(device)
         result = call()
         confirmed = again.changed()
-        left.restore(name for name in suspects if name not in confirmed)
+        once = [name for name in suspects if name not in confirmed]
+        left.restore(name for name in once if not before.takes_back(name))
         suspects = [name for name in suspects if name in confirmed]
     before.restore(suspects)
     return result, own + suspects
