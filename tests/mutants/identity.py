@@ -88,7 +88,7 @@ IDENTITY = [
     Mutant("identity-other-packages", "spec/identity.py",
            "if _package_of(value.__module__) == package:", "if True:",
            "an epilogue follows all that a library's function reads",
-           (f"{USERS}::test_functions_of_other_packages_are_not_followed",)),
+           (f"{USERS}::test_functions_classes_and_modules_are_no_variables",)),
     Mutant("identity-of-modules", "spec/identity.py", "variable = Global(vars(module), attribute)",
            "pass", "a module's constant is no part of a function", (GLOBAL,)),
     Mutant("identity-inner-globals", "spec/identity.py", "itertools.chain(read, *inner)", "read",
