@@ -185,7 +185,7 @@ def restored(prepared: Path, folder: Path) -> Path:
 
 @pytest.mark.parametrize("how", ["fails", "breaks", "torn"])
 @pytest.mark.parametrize("name", SCENARIOS)
-@pytest.mark.slow(quick=3)
+@pytest.mark.slow(quick=6)
 @BOUND_AT_IMPORT
 def test_a_fault_at_any_call_loses_nothing(
     name: str, how: How, prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

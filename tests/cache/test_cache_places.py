@@ -266,7 +266,7 @@ def test_records_environments_and_locks_that_are_no_files_do_not_hang(
 
 
 @pytest.mark.parametrize("make", STRANGE)
-@pytest.mark.slow(quick=2)
+@pytest.mark.slow(quick=4)
 def test_the_command_does_not_hang_on_what_is_no_file(
     store: CacheStore, make: Callable[[Path], None], tmp_path: Path
 ) -> None:

@@ -113,7 +113,7 @@ def strange(question: str, answer: Any) -> FakeKernel:
 
 
 @pytest.mark.parametrize(("question", "answer", "message"), NONSENSE)
-@pytest.mark.slow(quick=3)
+@pytest.mark.slow(quick=6)
 def test_nonsense_costs_its_kernel_alone(
     question: str, answer: Any, message: str, tmp_path: Path
 ) -> None:
@@ -169,7 +169,7 @@ PROPER: dict[str, list[Any]] = {
 
 
 @pytest.mark.parametrize("question", PROPER)
-@pytest.mark.slow(quick=3)
+@pytest.mark.slow(quick=6)
 def test_no_answer_keeps_anybody_from_theirs(question: str) -> None:
     for answer in ANYTHING:
         if any(type(answer) is type(each) and answer == each for each in PROPER[question]):
@@ -201,7 +201,7 @@ def exiting(*arguments: Any) -> Any:
 
 
 @pytest.mark.parametrize("what", ["__eq__", "__hash__", "assumes", "to_json", "from_json"])
-@pytest.mark.slow(quick=2)
+@pytest.mark.slow(quick=4)
 def test_a_config_that_would_end_the_process_costs_its_kernel_alone(
     what: str, tmp_path: Path
 ) -> None:

@@ -82,7 +82,7 @@ def calls(epilogue: Any) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
 
 
 @pytest.mark.parametrize("epilogue", EPILOGUES, ids=name)
-@pytest.mark.slow(quick=4)
+@pytest.mark.slow(quick=8)
 def test_gradcheck(epilogue: Any) -> None:
     inputs = operands(epilogue)
     ours, _ = calls(epilogue)
@@ -133,7 +133,7 @@ def test_a_result_is_modified_in_place_as_torchs(a: Any, b: Any, biased: bool, s
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("epilogue", EPILOGUES, ids=name)
-@pytest.mark.slow(quick=3)
+@pytest.mark.slow(quick=6)
 def test_gradients_in_16_bits_are_eagers_within_rounding(epilogue: Any, dtype: Any) -> None:
     inputs = operands(epilogue, dtype)
     ours, theirs = calls(epilogue)
@@ -182,7 +182,7 @@ TRANSFORMS: dict[str, Callable[[Any, tuple[Tensor, ...]], Any]] = {
 
 @pytest.mark.parametrize("transform", TRANSFORMS)
 @pytest.mark.parametrize("epilogue", [None, "tanh", "gelu", "swiglu", CUBE, PAIR], ids=name)
-@pytest.mark.slow(quick=3)
+@pytest.mark.slow(quick=6)
 def test_transforms_of_torch_func(transform: str, epilogue: Any) -> None:
     inputs = tuple(t.detach() for t in operands(epilogue))
     ours, theirs = calls(epilogue)
@@ -211,7 +211,7 @@ SHAPES = [
 
 @pytest.mark.parametrize(("sa", "sb"), SHAPES)
 @pytest.mark.parametrize("epilogue", [None, "tanh", "silu"])
-@pytest.mark.slow(quick=3)
+@pytest.mark.slow(quick=6)
 def test_every_shape_in_both_modes(sa: Any, sb: Any, epilogue: Any) -> None:
     a, b = leaf(*sa), leaf(*sb)
     ours, theirs = calls(epilogue)
@@ -437,7 +437,7 @@ def test_a_gradient_lies_as_what_it_is_of(transposed: bool) -> None:
 
 
 @pytest.mark.parametrize("epilogue", [None, "relu", "silu", "swiglu", CUBE], ids=name)
-@pytest.mark.slow(quick=2)
+@pytest.mark.slow(quick=4)
 def test_alpha_as_a_tensor_with_a_gradient(epilogue: Any) -> None:
     inputs = (*operands(epilogue), torch.tensor(0.6, dtype=torch.float64, requires_grad=True))
     parsed = dispatch.default_dispatcher().registry.epilogue(epilogue)
@@ -590,7 +590,7 @@ def alike(got: Any, expected: Any, rounding: float = 1e-5) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("epilogue", FOLLOWING, ids=name)
-@pytest.mark.slow(quick=3)
+@pytest.mark.slow(quick=6)
 def test_a_pass_each_way(epilogue: Any, dtype: Any, passes: list[str]) -> None:
     # The larger of two roundings' largest errors is either's by chance.
     torch.manual_seed(0)
@@ -654,7 +654,7 @@ GRADIENTS: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("layout", GRADIENTS)
 @pytest.mark.parametrize("lead", [(50,), (2, 3, 5)], ids=str)
 @pytest.mark.parametrize("epilogue", ["gelu", "swiglu"])
-@pytest.mark.slow(quick=3)
+@pytest.mark.slow(quick=6)
 def test_gradients_of_any_layout(epilogue: Any, lead: Any, layout: str, passes: list[str]) -> None:
     inputs = rows(epilogue, torch.float32, *lead, n=20)
     loss, (ours, theirs) = GRADIENTS[layout], calls(epilogue)
@@ -972,7 +972,7 @@ PRODUCTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("name", PRODUCTS)
-@pytest.mark.slow(quick=2)
+@pytest.mark.slow(quick=4)
 def test_tangents_inside_a_graph(name: str) -> None:
     """A graph enters forward mode without changing the level that Python knows."""
     product = PRODUCTS[name]

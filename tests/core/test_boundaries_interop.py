@@ -250,7 +250,7 @@ def test_many_vectors_by_operands_of_any_rank(shape: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("of_a", [(5,), (4, 5), (1, 5), (3, 4, 5), (2, 3, 4, 5), (1, 4, 5)])
 @pytest.mark.parametrize("of_b", [(5,), (5, 6), (3, 5, 6), (2, 1, 5, 6)])
-@pytest.mark.slow(quick=3)
+@pytest.mark.slow(quick=6)
 def test_mapped_operands_of_every_rank(of_a: tuple[int, ...], of_b: tuple[int, ...]) -> None:
     """One operand is mapped or both; the residual is mapped, not mapped, or broadcast."""
     a, b = torch.randn(7, *of_a), torch.randn((*of_b, 7))
@@ -895,7 +895,7 @@ TAILS: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], list[str]]] = {
 
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 @pytest.mark.parametrize("name", TAILS)
-@pytest.mark.slow(quick=3)
+@pytest.mark.slow(quick=6)
 def test_a_tail_is_what_one_call_computes(name: str, dtype: torch.dtype) -> None:
     function, given, expected = TAILS[name]
     graph, values = graph_of(function, dtype, *given)

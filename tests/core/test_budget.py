@@ -71,7 +71,7 @@ class Slow(FakeKernel):
 @pytest.mark.parametrize(
     "query", ["declines", "configs", "default_config", "estimate_us", "bind", "workspace_bytes"]
 )
-@pytest.mark.slow(quick=3)
+@pytest.mark.slow(quick=6)
 def test_queries_count_against_the_budget(query: str, tmp_path: Path) -> None:
     """60 kernels take 1.8 s to answer one query each; the budget is a third of that."""
     kernels = [Slow(f"slow.{number}", query) for number in range(60)]

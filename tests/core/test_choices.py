@@ -53,7 +53,7 @@ def test_these_are_all_the_requirements() -> None:
 
 @pytest.mark.parametrize("requirement", REQUIREMENTS)
 @pytest.mark.parametrize("m", [256, 250])
-@pytest.mark.slow(quick=3)
+@pytest.mark.slow(quick=6)
 def test_a_remembered_choice_is_held_against_what_is_required(requirement: str, m: int) -> None:
     d, _ = loose_and_firm(requirement)
     one = settings()
@@ -65,7 +65,7 @@ def test_a_remembered_choice_is_held_against_what_is_required(requirement: str, 
 
 @pytest.mark.parametrize("requirement", REQUIREMENTS)
 @pytest.mark.parametrize("tuned", [False, True])
-@pytest.mark.slow(quick=3)
+@pytest.mark.slow(quick=6)
 def test_a_choice_that_was_required_is_not_imposed_on_all(requirement: str, tuned: bool) -> None:
     """Nor is an untuned choice, if a requirement forbids measuring."""
     d, _ = loose_and_firm(requirement)
@@ -267,7 +267,7 @@ def test_of_other_gpus_the_one_of_as_many_sms_is_nearest(sms: tuple[int, int]) -
         ([{"m": 16, "n": 512}], 0),  # and not made up for by being smaller elsewhere
     ],
 )
-@pytest.mark.slow(quick=3)
+@pytest.mark.slow(quick=6)
 def test_the_nearest_is_least_octaves_away(sizes: list[dict[str, int]], nearest: int) -> None:
     choice = guessed(problem(), *(problem(**each) for each in sizes))
     if not nearest:

@@ -72,7 +72,7 @@ def test_what_it_cannot_be() -> None:
 
 @pytest.mark.parametrize("groups", [None, Groups(3, "m"), Groups(2, "k")])
 @pytest.mark.parametrize("sampled", [False, True])
-@pytest.mark.slow(quick=3)
+@pytest.mark.slow(quick=6)
 def test_verified_on_its_columns(groups: Groups | None, sampled: bool) -> None:
     row = Operand(FP32)
     cpu = replace(problem().device, interpreted=False)

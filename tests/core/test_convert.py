@@ -346,7 +346,7 @@ CHANGES = (
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-@pytest.mark.slow(quick=3)
+@pytest.mark.slow(quick=6)
 def test_what_changes_later_changes_the_result_as_before(kind: Any, change: Any) -> None:
     if kind is Joint and change is tied:
         pytest.skip("the first layer is twice as wide")

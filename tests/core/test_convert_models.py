@@ -136,7 +136,7 @@ def adapted(model: Any, targets: Any = "all-linear") -> Any:
 
 
 @pytest.mark.parametrize("twins", MODELS, indirect=True, ids=lambda make: make.__name__)
-@pytest.mark.slow(quick=3)
+@pytest.mark.slow(quick=6)
 def test_logits_gradients_and_the_report(twins: Any, request: pytest.FixtureRequest) -> None:
     model, original, inputs = twins
     report = convert(model)

@@ -170,7 +170,7 @@ def _first_call(call: Callable[[], Any]) -> weakref.ref[Held]:
 @pytest.mark.filterwarnings("ignore::tmm_core.TmmWarning")
 @pytest.mark.filterwarnings("ignore::tmm_cache.CacheWarning")
 @pytest.mark.parametrize("situation", SITUATIONS)
-@pytest.mark.slow(quick=5)
+@pytest.mark.slow(quick=10)
 def test_a_first_call_leaves_its_caller_alone(
     situation: str, request: pytest.FixtureRequest
 ) -> None:
@@ -230,7 +230,7 @@ CALLS: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("call", CALLS)
-@pytest.mark.slow(quick=5)
+@pytest.mark.slow(quick=10)
 def test_so_does_every_other_call(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TMM_PLUGINS", "blas")
     held = _first_call(CALLS[call])

@@ -220,7 +220,7 @@ def tall(m: int, **fields: Any) -> Any:
         ({("tiled", 2, 4097): 51.5, ("tiled", 1, 4097): 90.0}, 4200, ("blas", 1)),
     ],
 )
-@pytest.mark.slow(quick=4)
+@pytest.mark.slow(quick=8)
 def test_inside_a_bucket_the_nearest_measurements_decide(
     inside: dict[Any, float], m: int, wanted: tuple[str, int]
 ) -> None:
@@ -244,7 +244,7 @@ def test_inside_a_bucket_the_nearest_measurements_decide(
         ({("blas", 1, 4225): 41.0, ("blas", 2, 4225): 40.0, ("blas", 2, 4097): 60.0}, 1),
     ],
 )
-@pytest.mark.slow(quick=3)
+@pytest.mark.slow(quick=6)
 def test_blas_answers_inside_a_bucket_by_the_config_that_is_fastest_there(
     tiled: float, inside: dict[Any, float], wanted: int
 ) -> None:

@@ -69,7 +69,7 @@ def double(case: Case, grad: bool) -> Outcome:
 
 @pytest.mark.parametrize("grad", [False, True], ids=["inference", "training"])
 @pytest.mark.parametrize("case", RULES, ids=lambda case: case.name)
-@pytest.mark.slow(quick=3)
+@pytest.mark.slow(quick=6)
 def test_a_rule_computes_on_shards_as_they_are_placed(world: World, case: Case, grad: bool) -> None:
     for outcome in world.run(double, case, grad):
         assert outcome.placements == case.out
@@ -84,7 +84,7 @@ def test_a_rule_computes_on_shards_as_they_are_placed(world: World, case: Case, 
 
 @pytest.mark.parametrize("grad", [False, True], ids=["inference", "training"])
 @pytest.mark.parametrize("case", MOVED, ids=lambda case: case.name)
-@pytest.mark.slow(quick=3)
+@pytest.mark.slow(quick=6)
 def test_without_a_rule_operands_are_moved(world: World, case: Case, grad: bool) -> None:
     for outcome in world.run(double, case, grad):
         assert outcome.communications > 0

@@ -294,7 +294,7 @@ WEIGHTS = torch.randn(3, 32, 16).bfloat16()
         (ROWS.float(), WEIGHTS, {}),
     ],
 )
-@pytest.mark.slow(quick=3)
+@pytest.mark.slow(quick=6)
 def test_grouped_products_that_torch_refuses_are_refused(a: Tensor, b: Tensor, more: Any) -> None:
     kernel = Outright("outright", estimate=1.0)
     installed(FakeBlas(estimate=100.0), kernel)

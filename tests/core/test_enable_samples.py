@@ -21,7 +21,7 @@ SAMPLED = [info for info in op_db if info.name in NAMES and not info.variant_tes
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("info", SAMPLED, ids=lambda info: info.name)
-@pytest.mark.slow(quick=3)
+@pytest.mark.slow(quick=6)
 def test_torchs_own_samples_with_gradients(
     sums: Sums,  # noqa: F811
     info: Any,

@@ -245,7 +245,7 @@ def on_record(root: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(("cause", "made"), ENVIRONMENT)
-@pytest.mark.slow(quick=3)
+@pytest.mark.slow(quick=6)
 def test_no_cause_is_on_record(
     cause: str, made: Callable[[], BaseException], tmp_path: Path
 ) -> None:
@@ -464,7 +464,7 @@ OLD = [
 
 @pytest.mark.parametrize("results", OLD)
 @pytest.mark.parametrize("works", [True, False])
-@pytest.mark.slow(quick=3)
+@pytest.mark.slow(quick=6)
 def test_old_records_of_a_broken_toolchain_are_tuned_again_once(
     results: list[CandidateResult], works: bool, tmp_path: Path
 ) -> None:

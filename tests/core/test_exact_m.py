@@ -52,7 +52,7 @@ def name(choice: Any) -> str:
         ({"r": 10.0}, "p"),  # too slow elsewhere to be asked
     ],
 )
-@pytest.mark.slow(quick=2)
+@pytest.mark.slow(quick=4)
 def test_the_best_two_and_blas_race(tmp_path: Path, there: dict[str, float], best: str) -> None:
     d, timer = tuned(tmp_path, times_at(300, **there))
     choice = d.choose(problem(m=300), settings())

@@ -522,7 +522,7 @@ def step(model: Any) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.slow(quick=2)
+@pytest.mark.slow(quick=4)
 def test_their_models_keep_logits_and_gradients(name: str, products: list[Any]) -> None:
     """They do under ``experts_implementation="tmm"`` and after ``convert``."""
     model = tiny(name)

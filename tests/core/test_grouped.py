@@ -510,7 +510,7 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # torch reads it
 @pytest.mark.parametrize("learns", [False, True])
 @pytest.mark.parametrize("signature", SIGNATURES)
-@pytest.mark.slow(quick=3)
+@pytest.mark.slow(quick=6)
 def test_opcheck(signature: str, learns: bool) -> None:
     arguments = tuple(
         t.detach().clone().requires_grad_(learns and t.is_floating_point())

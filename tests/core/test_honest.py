@@ -30,7 +30,7 @@ def of(dtype: torch.dtype, m: int, n: int, k: int, **fields: Any) -> Problem:
 
 # The last ones were refused before, or could not be verified.
 @pytest.mark.parametrize("seed", [*range(24), 2536, 5665, 10585, 10812, 12311])
-@pytest.mark.slow(quick=3)
+@pytest.mark.slow(quick=6)
 def test_a_right_kernel_of_a_random_problem_passes(seed: int) -> None:
     ((_, problem, how),) = cases(seed, 1)
     assert verified(problem, how).reason is None
@@ -93,7 +93,7 @@ ROUNDED: dict[str, tuple[Problem, Rounding]] = {
 
 
 @pytest.mark.parametrize("name", ROUNDED)
-@pytest.mark.slow(quick=3)
+@pytest.mark.slow(quick=6)
 def test_a_right_kernel_passes_with(name: str) -> None:
     assert verified(*ROUNDED[name]).reason is None
 

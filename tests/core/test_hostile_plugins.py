@@ -576,7 +576,7 @@ def others_are_believed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("behaviour", BEHAVIOURS)
-@pytest.mark.slow(quick=2)
+@pytest.mark.slow(quick=4)
 def test_it_costs_itself_and_one_warning(behaviour: str, others_are_believed: None) -> None:
     before = os.getcwd(), torch.get_default_dtype(), A.clone(), torch.is_grad_enabled()
     made = install(BEHAVIOURS[behaviour])

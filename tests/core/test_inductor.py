@@ -100,7 +100,7 @@ def passed(function: Callable[..., Any], *inputs: Tensor, seen: Seen | None = No
 @pytest.mark.parametrize("name", ACTIVATIONS)
 @pytest.mark.parametrize("residual", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.slow(quick=4)
+@pytest.mark.slow(quick=8)
 def test_a_layer_becomes_one_call(
     name: str, dtype: torch.dtype, residual: bool, bias: bool
 ) -> None:
@@ -148,7 +148,7 @@ CUTS: dict[str, Callable[[Tensor], Any]] = {
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("residual", [False, True])
 @pytest.mark.parametrize("rows", [(3, 5), (5,)])
-@pytest.mark.slow(quick=5)
+@pytest.mark.slow(quick=10)
 def test_a_gated_layer_becomes_one_call(
     name: str, dtype: torch.dtype, cut: str, residual: bool, rows: tuple[int, ...]
 ) -> None:
@@ -207,7 +207,7 @@ def _gated(gate: Tensor, up: Tensor) -> Tensor:
         lambda z: [_gated(y[:, :20], y[:, 20:40]) for y in (z.view(3, 80),)].pop(),
     ],
 )
-@pytest.mark.slow(quick=3)
+@pytest.mark.slow(quick=6)
 def test_what_looks_like_a_gate_keeps_its_meaning(model: Any) -> None:
     a, b = torch.randn(6, 7), torch.randn(7, 40)
     seen = Seen()
@@ -321,7 +321,7 @@ def test_other_expressions_keep_their_meaning(model: Any) -> None:
 
 
 @pytest.mark.parametrize("shape", [(1,), (), (1, 1), (1, 4), (5, 1), (4,)])
-@pytest.mark.slow(quick=2)
+@pytest.mark.slow(quick=4)
 def test_a_summand_may_broadcast(shape: tuple[int, ...]) -> None:
     """One number for each column is a bias; other summands are added as a residual, which comes
     after an activation."""
@@ -378,7 +378,7 @@ CHOSEN = torch.tensor([True, False, True, True])
         lambda a, b, r: F.silu(a @ b) * (a @ -b),
     ],
 )
-@pytest.mark.slow(quick=3)
+@pytest.mark.slow(quick=6)
 def test_sizes_that_depend_on_data_are_kept(model: Any) -> None:
     """Such a size cannot be compared: there is neither an error nor a warning."""
     a, b, r = torch.randn(5, 7), torch.randn(7, 4), torch.randn(5, 4)
@@ -396,7 +396,7 @@ def test_sizes_that_depend_on_data_are_kept(model: Any) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ACTIVATIONS)
-@pytest.mark.slow(quick=3)
+@pytest.mark.slow(quick=6)
 def test_training(name: str, dtype: torch.dtype) -> None:
     layer = nn.Linear(24, 40).to(dtype)
     x = torch.randn(3, 5, 24, dtype=dtype, requires_grad=True)

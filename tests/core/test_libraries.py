@@ -110,7 +110,7 @@ def parallel(how: str, first: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("first", ["convert", "wrap"])
 @pytest.mark.parametrize("how", ["ddp", "fsdp2"])
-@pytest.mark.slow(quick=2)
+@pytest.mark.slow(quick=4)
 def test_ranks_train_alike(world: World, how: str, first: str) -> None:
     for found in world.run(parallel, how, first):
         converted, original = found["losses"]

@@ -57,7 +57,7 @@ def dispatcher(kernel: Lie, root: Path) -> Dispatcher:
 
 
 @pytest.mark.parametrize(("row", "name"), EACH, ids=[f"{row} {name}" for row, name in EACH])
-@pytest.mark.slow(quick=3)
+@pytest.mark.slow(quick=6)
 def test_a_lying_kernel_never_answers(row: str, name: str, tmp_path: Path) -> None:
     """The kernel would win, but BLAS answers, and a warning names the kernel."""
     kernel = ALL[row][name]()

@@ -115,7 +115,7 @@ QUESTIONS = ["declines", "configs", "default_config", "estimate_us", "workspace_
 
 
 @pytest.mark.parametrize("where", [*QUESTIONS, "bind", "launch"])
-@pytest.mark.slow(quick=3)
+@pytest.mark.slow(quick=6)
 def test_a_first_call_is_answered_without_waiting(where: str) -> None:
     kernel = Inner(where)
     made = install(FakeBlas(estimate=10.0), kernel)

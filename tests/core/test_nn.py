@@ -283,7 +283,7 @@ def by_hand(mlp: Any, x: torch.Tensor, act: Any = F.silu) -> torch.Tensor:
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shape", [(12,), (5, 12), (2, 5, 12), (0, 12)])
-@pytest.mark.slow(quick=3)
+@pytest.mark.slow(quick=6)
 def test_gated_mlp(activation: str, bias: bool, shape: tuple[int, ...], products: Any) -> None:
     mlp = GatedMLP(12, 20, activation, bias)
     x = randn(*shape)
@@ -430,7 +430,7 @@ OTHERS = (transpose, neighbours_by_columns, one_bias, no_parameters)
 
 @pytest.mark.parametrize("spoil", [*SPOILERS, hook, adapt, *OTHERS])
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.slow(quick=3)
+@pytest.mark.slow(quick=6)
 def test_what_parts_the_halves_makes_two_products_never_a_wrong_one(
     spoil: Any, compiled: bool, products: Any
 ) -> None:
@@ -1012,7 +1012,7 @@ HOOKS = (
 @pytest.mark.parametrize("register", HOOKS)
 @pytest.mark.parametrize("name", ["gate_proj", "act_fn", "down_proj", ""])
 @pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.slow(quick=3)
+@pytest.mark.slow(quick=6)
 def test_hooks_run_before_and_after_as_in_the_model_itself(
     register: str, name: str, when: str
 ) -> None:

@@ -54,7 +54,7 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # torch reads it
 @pytest.mark.parametrize("learns", [False, True])
 @pytest.mark.parametrize("signature", SIGNATURES)
-@pytest.mark.slow(quick=3)
+@pytest.mark.slow(quick=6)
 def test_opcheck(signature: str, learns: bool) -> None:
     arguments = tuple(
         t.detach().clone().as_strided(t.shape, t.stride()).requires_grad_(learns)
@@ -65,7 +65,7 @@ def test_opcheck(signature: str, learns: bool) -> None:
 
 
 @pytest.mark.parametrize("signature", SIGNATURES)
-@pytest.mark.slow(quick=3)
+@pytest.mark.slow(quick=6)
 def test_opcheck_out(signature: str) -> None:
     arguments = SIGNATURES[signature]
     out = torch.empty_like(operator.matmul(*arguments))
@@ -76,7 +76,7 @@ def test_opcheck_out(signature: str) -> None:
 @pytest.mark.parametrize("learns", [False, True])
 @pytest.mark.parametrize("merged", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.slow(quick=3)
+@pytest.mark.slow(quick=6)
 def test_opcheck_gated_linear(bias: bool, merged: bool, learns: bool) -> None:
     both, biases = randn(12, 5), randn(12)
     weights = (both[:6], both[6:]) if merged else (randn(6, 5), randn(6, 5))
@@ -107,7 +107,7 @@ def test_gated_linear_has_derivatives_and_maps() -> None:
     "epilogue", [None, "relu", "gelu_tanh", "swiglu", pytest.param(CUBE, id="cube")]
 )
 @pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.slow(quick=5)
+@pytest.mark.slow(quick=10)
 def test_a_compiled_training_step_is_eagers(epilogue: Any, dynamic: bool) -> None:
     torch._dynamo.reset()  # other cases' graphs are of the same code
     parsed = dispatch.default_dispatcher().registry.epilogue(epilogue)

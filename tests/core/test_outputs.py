@@ -264,7 +264,7 @@ def _random(outputs: tuple[Tensor, ...], y: Tensor) -> None:
         (_random, "output total .* other bits", False),
     ],
 )
-@pytest.mark.slow(quick=3)
+@pytest.mark.slow(quick=6)
 def test_wrong_outputs_are_seen(spoil: Any, message: str, sampled: bool) -> None:
     instance = problem(m=100, n=72, k=24, epilogue=BESIDE)
     for kernel, reason in ((Spoilt(lambda outputs, y: None), None), (Spoilt(spoil), message)):

@@ -155,7 +155,7 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.slow(quick=3)
+@pytest.mark.slow(quick=6)
 def test_layers(
     kind: str, symmetric: bool, dtype: torch.dtype, device: str, products: list[Any]
 ) -> None:

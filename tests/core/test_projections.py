@@ -316,7 +316,7 @@ def test_a_compiled_model() -> None:
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("grad", [False, True])
-@pytest.mark.slow(quick=2)
+@pytest.mark.slow(quick=4)
 def test_the_operator(bias: bool, grad: bool) -> None:
     x = torch.randn(2, 5, 8, requires_grad=grad)
     joint = torch.randn(9, 8)

@@ -140,7 +140,7 @@ def test_calls_of_every_kind(call: str, pair: tuple[Quantized, Tensor]) -> None:
 
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("name", ["int8", "int4", "fp8", "mxfp4"])
-@pytest.mark.slow(quick=3)
+@pytest.mark.slow(quick=6)
 def test_calls_in_inference_mode(call: str, name: str) -> None:
     """Torch then makes other views, and passes on operators that it takes apart elsewhere."""
     weight, values = made(name, 24, 256)
@@ -184,7 +184,7 @@ COMPILED: dict[str, Callable[[Tensor, Quantized, Quantized], Tensor]] = {
 
 @pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize("call", COMPILED)
-@pytest.mark.slow(quick=5)
+@pytest.mark.slow(quick=10)
 def test_compiled_calls_that_read_a_property(call: str, whole: bool) -> None:
     """A graph that may break has its inputs' properties read again, by a frame that is compiled."""
     weight, stack = made("int4", 24, 256)[0], made("int8", 3, 24, 256)[0]
@@ -588,7 +588,7 @@ PRODUCTS: dict[str, Callable[[Tensor, Quantized], Tensor]] = {
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("product", PRODUCTS)
-@pytest.mark.slow(quick=3)
+@pytest.mark.slow(quick=6)
 def test_torchs_products_are_exported(name: str, product: str) -> None:
     class Layer(nn.Module):
         def __init__(self) -> None:

@@ -67,7 +67,7 @@ def close(found: Tensor, expected: Tensor) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("zeros", [False, True])
-@pytest.mark.slow(quick=3)
+@pytest.mark.slow(quick=6)
 def test_a_weight(case: str, zeros: bool) -> None:
     """The call has every kind of term. M and N are odd, and N is not a multiple of a block."""
     if zeros and not formats.named(CASES[case][0]).zeros:
@@ -273,7 +273,7 @@ def test_special_scales(case: str) -> None:
 
 @pytest.mark.parametrize("case", ["int4 by 64", "int8 by 32", "fp8 by block", "mxfp4"])
 @pytest.mark.parametrize("form", ["plain", "gated", "experts"])
-@pytest.mark.slow(quick=3)
+@pytest.mark.slow(quick=6)
 def test_verification_knows_the_values(case: str, form: str) -> None:
     """The launcher of BLAS passes all of it, with scales of both layouts, and one that reads the
     scales of another group does not."""

@@ -112,7 +112,7 @@ def test_values_and_errors_are_torchs(pair: tuple[Tensor, Tensor]) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.int32])
 @pytest.mark.parametrize("shape", [(3, 5, 37), (4, 1, 37), (2, 3, 1, 5, 37), (1, 1, 37)], ids=str)
-@pytest.mark.slow(quick=3)
+@pytest.mark.slow(quick=6)
 def test_more_dimensions_are_the_same_product(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     """The bits are equal whether tmm or torch folds the dimensions."""
     *batch, m, k = shape

@@ -152,7 +152,7 @@ QUESTIONS = ["declines", "configs", "default_config", "estimate_us", "workspace_
 
 @pytest.mark.parametrize("stage", [*QUESTIONS, "bind", "launch"])
 @pytest.mark.parametrize("raised", RAISED)
-@pytest.mark.slow(quick=3)
+@pytest.mark.slow(quick=6)
 def test_it_passes_from_a_first_call(stage: str, raised: type[BaseException]) -> None:
     bomb = Bomb(stage, raised)
     install(bomb)
@@ -197,7 +197,7 @@ def test_it_passes_from_untuned_choices(raised: type[BaseException], origin: str
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-@pytest.mark.slow(quick=3)
+@pytest.mark.slow(quick=6)
 def test_it_passes_from_the_cache(
     raised: type[BaseException],
     where: str,

@@ -594,7 +594,7 @@ def test_a_right_kernel_passes(pytester: pytest.Pytester) -> None:
 @pytest.mark.parametrize(
     ("kernel", "test", "message"), WRONG, ids=[kernel.__name__ for kernel, *_ in WRONG]
 )
-@pytest.mark.slow(quick=4)
+@pytest.mark.slow(quick=8)
 def test_a_wrong_kernel_fails(
     pytester: pytest.Pytester, kernel: type[Kernel[Any]], test: str, message: str
 ) -> None:

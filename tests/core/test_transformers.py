@@ -232,7 +232,7 @@ def test_a_mapping_for_classes_of_ones_own(ours: Any, products: list[Any]) -> No
 
 
 @pytest.mark.parametrize("change", ["adapter", "hook", "quantised", "activation"])
-@pytest.mark.slow(quick=3)
+@pytest.mark.slow(quick=6)
 def test_what_is_changed_later_keeps_its_meaning(change: str, way: Any) -> None:
     model, original = twins()
     way(model)

@@ -133,7 +133,7 @@ UNDER_AUTOCAST: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 @pytest.mark.parametrize("case", UNDER_AUTOCAST)
 @pytest.mark.parametrize("dtypes", [*itertools.product((torch.float32, torch.bfloat16), repeat=3)])
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.slow(quick=4)
+@pytest.mark.slow(quick=8)
 def test_operands_of_several_dtypes_under_autocast(
     case: str, dtypes: tuple[torch.dtype, ...], compiled: bool
 ) -> None:

@@ -402,7 +402,7 @@ SYMBOLIC: dict[str, Callable[[Tensor, Any], Any]] = {
 
 @pytest.mark.parametrize("kind", SYMBOLIC)
 @pytest.mark.parametrize("grouped", [False, True])
-@pytest.mark.slow(quick=3)
+@pytest.mark.slow(quick=6)
 def test_alpha_is_a_symbol_of_a_compiled_graph(kind: str, grouped: bool) -> None:
     b, of = randn(2, 8, 6, dtype=FP32), SYMBOLIC[kind]
     offs = torch.tensor([2, 9], dtype=torch.int32)

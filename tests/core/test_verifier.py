@@ -468,7 +468,7 @@ EDGES = {
 
 
 @pytest.mark.parametrize("name", EDGES)
-@pytest.mark.slow(quick=3)
+@pytest.mark.slow(quick=6)
 def test_what_is_right_passes(name: str) -> None:
     found = verdict(lambda right, *rest: right(*rest), EDGES[name], repeats=2)
     assert found.ok, found.reason
@@ -526,7 +526,7 @@ def test_real_kernels_pass(name: str, interpreted: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(BUILTIN))
-@pytest.mark.slow(quick=3)
+@pytest.mark.slow(quick=6)
 def test_special_values_through_epilogues(name: str) -> None:
     """Triton's formulas map NaN and Inf to the same results as torch's. Other ways of use need no
     launch for each function."""
@@ -584,7 +584,7 @@ class EightBitOperations(TorchDispatchMode):
     ],
     ids=["residual", "blocks", "groups", "weight"],
 )
-@pytest.mark.slow(quick=2)
+@pytest.mark.slow(quick=4)
 def test_operations_on_8_bit_floats_exist_on_gpus(fields: dict[str, Any]) -> None:
     """``tests/gpu/test_verifier_gpu.py`` calls each of them on a GPU."""
     e4m3 = Operand(torch.float8_e4m3fn)

@@ -112,7 +112,7 @@ def test_no_compiler_decides_how_often_a_result_is_rounded(uninterpreted: Uninte
 
 @pytest.mark.parametrize("nk", [(5120, 5120), (4096, 14336), (28672, 4096), (6144, 4096)], ids=str)
 @pytest.mark.parametrize("epilogue", [None, "silu", "swiglu"])
-@pytest.mark.slow(quick=3)
+@pytest.mark.slow(quick=6)
 def test_every_m_has_the_arithmetics_of_every_other(
     nk: tuple[int, int], epilogue: str | None
 ) -> None:
@@ -269,7 +269,7 @@ def test_parts_add_up_to_the_product(
 
 @pytest.mark.parametrize("splits", [1, 2, 4, 8])
 @pytest.mark.parametrize("epilogue", [None, "silu"])
-@pytest.mark.slow(quick=4)
+@pytest.mark.slow(quick=8)
 def test_ranges_of_k_give_a_row_the_same_bits_at_every_m(splits: int, epilogue: str | None) -> None:
     """The ranges and the order of their sums depend on N and K alone, also in the interpreter."""
     tile = {"BLOCK_M": 16, "BLOCK_N": 32, "BLOCK_K": 32, "num_stages": 2, "num_warps": 4}

@@ -79,7 +79,7 @@ def untuned(blas_alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind", SHAPES)
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32, FP64, E4M3], ids=str)
-@pytest.mark.slow(quick=4)
+@pytest.mark.slow(quick=8)
 def test_every_way_returns_the_problems_dtype(kind: str, dtype: torch.dtype, device: str) -> None:
     """All dtypes of bias, residual and result are tried, with and without ``out``."""
     shape_a, shape_b = SHAPES[kind]

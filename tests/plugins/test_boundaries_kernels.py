@@ -113,7 +113,7 @@ CONFIGS = [*KERNELS.items(), (SplitK(), AHEAD), (SplitK(), replace(AHEAD, SPLIT_
 @interpreted
 @pytest.mark.parametrize("size", [(37, 29, 51), (33, 16, 48), (1, 40, 16)], ids=str)
 @pytest.mark.parametrize(("kernel", "config"), CONFIGS, ids=lambda of: getattr(of, "name", ""))
-@pytest.mark.slow(quick=3)
+@pytest.mark.slow(quick=6)
 def test_nothing_is_touched_beside_an_operand(
     kernel: Any, config: Any, size: tuple[int, int, int], fences: Fences
 ) -> None:

@@ -167,7 +167,7 @@ def test_a_copy_of_the_weight_is_not_at_rest() -> None:
 @pytest.mark.parametrize("words", [None, "a"])
 @pytest.mark.parametrize("layout", ["nn", "nt", "tn", "tt"])
 @pytest.mark.parametrize(("consumers", "pingpong"), SCHEDULES)
-@pytest.mark.slow(quick=4)
+@pytest.mark.slow(quick=8)
 def test_the_weight_comes_before_the_launch_before_has_ended(
     consumers: int, pingpong: bool, layout: str, words: str | None
 ) -> None:
@@ -183,7 +183,7 @@ def test_the_weight_comes_before_the_launch_before_has_ended(
 
 @pytest.mark.parametrize("ways", [{"splits": 2}, {"parts": 3}, {"gated": True}, {"batch": "b"}])
 @pytest.mark.parametrize(("consumers", "pingpong"), SCHEDULES)
-@pytest.mark.slow(quick=3)
+@pytest.mark.slow(quick=6)
 def test_early_with_all_that_follows(consumers: int, pingpong: bool, ways: dict[str, Any]) -> None:
     programs = 6 if "splits" in ways else 3
     sizes = {"m": 10, "n": 8, "k": 24} if "splits" in ways else {"k": 12}

@@ -54,7 +54,7 @@ def linear(x: Tensor, w: Quantized, **how: Any) -> Tensor:
         ("mxfp4", 32, 7, 50, 96), ("int8", 64, 5, 48, 192),
     ],
 )  # fmt: skip
-@pytest.mark.slow(quick=5)
+@pytest.mark.slow(quick=10)
 def test_groups(kernel: str, form: str, group: int | None, m: int, n: int, k: int) -> None:
     w, values = weight(form, (n, k), group)
     x = torch.randn(m, k).bfloat16() / 16

@@ -365,7 +365,7 @@ class Call:
 @pytest.mark.parametrize(
     ("consumers", "ways"), [(1, 1), (2, 1), (2, 2), (3, 3), (4, 2), (4, 4), (3, 1)]
 )
-@pytest.mark.slow(quick=4)
+@pytest.mark.slow(quick=8)
 def test_consumers_share_columns_and_steps(consumers: int, ways: int, seed: int) -> None:
     how: dict[str, Any] = {"consumers": consumers, "ways": ways, "stages": ways * (2 + seed % 2)}
     how["programs"] = 1 + seed % 4
@@ -386,7 +386,7 @@ def test_consumers_share_columns_and_steps(consumers: int, ways: int, seed: int)
         {"group": 1, "in_operand": True},
     ],
 )
-@pytest.mark.slow(quick=3)
+@pytest.mark.slow(quick=6)
 def test_scales_and_zero_points(how: dict[str, Any], zeros: bool, seed: int) -> None:
     Call(seed, zeros=zeros, ways=1 + seed % 2, stages=4, gated=seed % 2 == 0, **how).check()
 
@@ -399,7 +399,7 @@ def test_scales_that_are_exponents(group: int) -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("pairs", [2, 4])
-@pytest.mark.slow(quick=3)
+@pytest.mark.slow(quick=6)
 def test_values_along_k_in_the_order_of_the_stored_pairs(pairs: int, seed: int) -> None:
     how: dict[str, Any] = {"pairs": pairs, "zeros": seed % 2 == 0, "k": 48 * pairs}
     Call(
@@ -412,7 +412,7 @@ def test_values_along_k_in_the_order_of_the_stored_pairs(pairs: int, seed: int) 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("ends", [(0, 5, 5, 6, 9, 9), (9,), (1, 3), (0, 0)])
-@pytest.mark.slow(quick=4)
+@pytest.mark.slow(quick=8)
 def test_groups_of_rows(ends: tuple[int, ...], gated: bool, seed: int) -> None:
     how: dict[str, Any] = {"ends": ends, "m": 9, "gated": gated, "extras": seed % 2 == 1}
     Call(seed, zeros=seed > 1, **how).check()

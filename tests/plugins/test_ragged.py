@@ -221,7 +221,7 @@ CALLS = {
 
 @interpreted
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
-@pytest.mark.slow(quick=3)
+@pytest.mark.slow(quick=6)
 def test_values(call: Call) -> None:
     call.run()
 

@@ -239,7 +239,7 @@ class Call:
 
 @pytest.mark.parametrize("ragged", ["m", "k"])
 @pytest.mark.parametrize(("consumers", "pingpong"), SCHEDULES)
-@pytest.mark.slow(quick=3)
+@pytest.mark.slow(quick=6)
 def test_groups_of_any_size(consumers: int, pingpong: bool, ragged: str) -> None:
     """Each its rows, or its k-steps, and nothing of what is beyond: more blocks than tiles, and
     several tiles a block."""
@@ -255,7 +255,7 @@ def test_groups_of_any_size(consumers: int, pingpong: bool, ragged: str) -> None
 
 @pytest.mark.parametrize("ways", [{}, {"fetch": True}, {"pointers": True}], ids=str)
 @pytest.mark.parametrize(("consumers", "pingpong"), SCHEDULES)
-@pytest.mark.slow(quick=4)
+@pytest.mark.slow(quick=8)
 def test_fused_work_of_groups(consumers: int, pingpong: bool, ways: dict[str, bool]) -> None:
     """A bias of each group, a residual, gates, both layouts of b, rows of no group zeroed."""
     ends, total = (0, 5, 5, 6, 11), 14
@@ -274,7 +274,7 @@ def test_fused_work_of_groups(consumers: int, pingpong: bool, ways: dict[str, bo
 
 @pytest.mark.parametrize("ways", [{}, {"fetch": True}, {"pointers": True}], ids=str)
 @pytest.mark.parametrize(("consumers", "pingpong"), SCHEDULES)
-@pytest.mark.slow(quick=4)
+@pytest.mark.slow(quick=8)
 def test_two_products_of_groups_beside_each_other(
     consumers: int, pingpong: bool, ways: dict[str, bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -318,7 +318,7 @@ def test_special_values_stay_in_their_group(consumers: int, pingpong: bool, ragg
 
 @pytest.mark.parametrize("scales", ["tensor", "row"])
 @pytest.mark.parametrize(("consumers", "pingpong"), SCHEDULES)
-@pytest.mark.slow(quick=3)
+@pytest.mark.slow(quick=6)
 def test_scaled_groups(consumers: int, pingpong: bool, scales: str) -> None:
     for seed, (gated, extras) in enumerate(itertools.product((False, True), (False, True))):
         Call(
@@ -342,7 +342,7 @@ def test_scales_of_blocks_of_groups(consumers: int, pingpong: bool, outer: int) 
 
 @pytest.mark.parametrize("ragged", ["m", "k"])
 @pytest.mark.parametrize(("consumers", "pingpong"), SCHEDULES)
-@pytest.mark.slow(quick=3)
+@pytest.mark.slow(quick=6)
 def test_wrong_ends_give_no_invalid_address(consumers: int, pingpong: bool, ragged: str) -> None:
     for seed, offs in enumerate([(-4, 30, 2, 9), (9, 3, 2, 50), (2**31 - 1, -(2**31), 7, 7)]):
         call = Call(

@@ -56,7 +56,7 @@ H200 = DeviceFingerprint(
 A100 = replace(H200, name="NVIDIA A100", capability=(8, 0), sm_count=108, shared_memory=166912)
 
 
-@pytest.mark.slow(quick=4)
+@pytest.mark.slow(quick=8)
 class TestRealigned(KernelConformance):
     kernel = KERNEL
     dtypes = (FP16, BF16)
@@ -158,7 +158,7 @@ COPIED_DTYPES = itertools.cycle([BF16, FP16, FP32, BF16])
     [(*each, next(COPIED_DTYPES)) for each in itertools.product(SHAPES, COPIED_LAYOUTS)],
     ids=str,
 )
-@pytest.mark.slow(quick=3)
+@pytest.mark.slow(quick=6)
 def test_copies_are_exact(shape: tuple[int, int], layout: str, dtype: torch.dtype) -> None:
     inputs = {"a": guarded(shape, layout, dtype), "b": guarded(shape[::-1], layout, dtype, seed=1)}
     checksums, (a, b) = Checksums.of(inputs), (each.tensor for each in inputs.values())

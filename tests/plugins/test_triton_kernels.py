@@ -149,7 +149,7 @@ def run(
     ids=str,
 )
 @named(KERNELS)
-@pytest.mark.slow(quick=3)
+@pytest.mark.slow(quick=6)
 def test_tails(kernel: TritonKernel[Any], size: tuple[int, int, int], dtype: torch.dtype) -> None:
     m, n, k = size
     run(kernel, KERNELS[kernel], aligned(m, k, dtype), aligned(k, n, dtype, seed=1))
@@ -158,7 +158,7 @@ def test_tails(kernel: TritonKernel[Any], size: tuple[int, int, int], dtype: tor
 @interpreted
 @pytest.mark.parametrize("layouts", ["nt", "tn", "tt"])
 @named(KERNELS)
-@pytest.mark.slow(quick=3)
+@pytest.mark.slow(quick=6)
 def test_everything_at_once(kernel: TritonKernel[Any], layouts: str) -> None:
     a, b = aligned(37, 51, FP16), aligned(51, 29, FP16, seed=1)
     if layouts[0] == "t":
@@ -193,7 +193,7 @@ def test_strides_of_any_kind(kernel: TritonKernel[Any]) -> None:
 
 @interpreted
 @named(KERNELS)
-@pytest.mark.slow(quick=2)
+@pytest.mark.slow(quick=4)
 def test_batch(kernel: TritonKernel[Any]) -> None:
     config = KERNELS[kernel]
     a = random(3, 48, 40, dtype=FP16).transpose(1, 2)
@@ -234,7 +234,7 @@ def poisoned() -> Iterator[None]:
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("layout", LAYOUTS)
 @named(KERNELS)
-@pytest.mark.slow(quick=4)
+@pytest.mark.slow(quick=8)
 def test_more_dimensions(kernel: TritonKernel[Any], layout: str) -> None:
     make, shape, in_place = LAYOUTS[layout]
     a, b = make(partial(random, dtype=FP16)), random(*shape, dtype=FP16, seed=1)
@@ -262,7 +262,7 @@ def test_more_dimensions(kernel: TritonKernel[Any], layout: str) -> None:
 @interpreted
 @pytest.mark.parametrize("epilogue", ["swiglu", "geglu+scale(0.5)"])
 @named(GATES)
-@pytest.mark.slow(quick=2)
+@pytest.mark.slow(quick=4)
 def test_gated(kernel: TritonKernel[Any], epilogue: str) -> None:
     # 29 is no multiple of BLOCK_N: the gate half's last tile would run into the up half.
     weights = aligned(58, 51, FP16, seed=1).t()
@@ -283,7 +283,7 @@ def test_gated(kernel: TritonKernel[Any], epilogue: str) -> None:
 
 @interpreted
 @named(KERNELS)
-@pytest.mark.slow(quick=2)
+@pytest.mark.slow(quick=4)
 def test_a_row_does_not_depend_on_the_others(kernel: TritonKernel[Any]) -> None:
     config = KERNELS[kernel]
     a, b = aligned(70, 51, FP16), aligned(51, 29, FP16, seed=1)
@@ -300,7 +300,7 @@ def test_a_row_does_not_depend_on_the_others(kernel: TritonKernel[Any]) -> None:
 @pytest.mark.parametrize("stages", [1, 2])
 @pytest.mark.parametrize("swap", [False, True])
 @pytest.mark.parametrize("split", [1, 2, 5, 7, 12])
-@pytest.mark.slow(quick=3)
+@pytest.mark.slow(quick=6)
 def test_uneven_splits(split: int, swap: bool, stages: int) -> None:
     """Seven steps, the last of them short: 7 = 4+3 = 2+2+1+1+1, and 12 leaves five without."""
     tile = TILE | {"num_stages": stages}
@@ -542,7 +542,7 @@ VARIANTS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("device", [H200, A100, UNKNOWN], ids=lambda d: d.name)
 @named(KERNELS)
-@pytest.mark.slow(quick=3)
+@pytest.mark.slow(quick=6)
 def test_configs_fit_the_device(kernel: TritonKernel[Any], device: DeviceFingerprint) -> None:
     proposed = 0
     for shape in SHAPES:

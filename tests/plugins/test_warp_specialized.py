@@ -693,7 +693,7 @@ SCHEDULES = [(1, False), (2, False), (3, False), (2, True)]
 
 @pytest.mark.parametrize("stages", [2, 3, 4])
 @pytest.mark.parametrize(("consumers", "pingpong"), SCHEDULES)
-@pytest.mark.slow(quick=5)
+@pytest.mark.slow(quick=10)
 def test_every_interleaving_multiplies(consumers: int, pingpong: bool, stages: int) -> None:
     # One k-step; fewer steps than stages, as many, and more; a K tail; one to three tiles a block,
     # and blocks with one tile less than others.
@@ -710,7 +710,7 @@ def test_every_interleaving_multiplies(consumers: int, pingpong: bool, stages: i
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("ways", [{}, {"fetch": True}, {"pointers": True}], ids=str)
 @pytest.mark.parametrize(("consumers", "pingpong"), SCHEDULES)
-@pytest.mark.slow(quick=4)
+@pytest.mark.slow(quick=8)
 def test_layouts_and_epilogues(
     consumers: int, pingpong: bool, ways: dict[str, bool], gated: bool, layout: str
 ) -> None:
@@ -748,7 +748,7 @@ def test_scales_of_blocks(
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("blocks_of", [(2, 4, 2), (4, 1, 2), (0, 8, 2)])
 @pytest.mark.parametrize(("splits", "parts"), [(2, 1), (1, 3)])
-@pytest.mark.slow(quick=3)
+@pytest.mark.slow(quick=6)
 def test_scales_of_blocks_and_parts_of_k(
     splits: int, parts: int, blocks_of: tuple[int, int, int], gated: bool
 ) -> None:
@@ -768,7 +768,7 @@ def test_scales_of_blocks_and_parts_of_k(
 @pytest.mark.parametrize("batch", [" ", "a", "b", "r", "abr"])
 @pytest.mark.parametrize("ways", [{}, {"fetch": True}, {"pointers": True}], ids=str)
 @pytest.mark.parametrize(("consumers", "pingpong"), SCHEDULES)
-@pytest.mark.slow(quick=4)
+@pytest.mark.slow(quick=8)
 def test_batches(consumers: int, pingpong: bool, ways: dict[str, bool], batch: str) -> None:
     for seed, (layout, gated, k) in enumerate([("nn", False, 7), ("tt", True, 2)]):
         out, expected = computed(
@@ -780,7 +780,7 @@ def test_batches(consumers: int, pingpong: bool, ways: dict[str, bool], batch: s
 
 @pytest.mark.parametrize("subtiles", [1, 2, 4])
 @pytest.mark.parametrize(("consumers", "pingpong"), SCHEDULES)
-@pytest.mark.slow(quick=3)
+@pytest.mark.slow(quick=6)
 def test_a_residual_by_tma_is_added_to_its_strip(
     consumers: int, pingpong: bool, subtiles: int
 ) -> None:
@@ -798,7 +798,7 @@ def test_a_residual_by_tma_is_added_to_its_strip(
 @pytest.mark.parametrize("grouped", [("tile", "group"), ("group", "tile"), ("group",)])
 @pytest.mark.parametrize("ways", [{}, {"fetch": True}, {"gated": True}], ids=str)
 @pytest.mark.parametrize(("consumers", "pingpong"), SCHEDULES)
-@pytest.mark.slow(quick=4)
+@pytest.mark.slow(quick=8)
 def test_outputs_with_groups_of_columns(
     consumers: int, pingpong: bool, ways: dict[str, bool], grouped: tuple[str, ...]
 ) -> None:
@@ -821,7 +821,7 @@ def test_outputs_with_groups_of_columns(
 @pytest.mark.parametrize("scales", ["tensor", "row"])
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize(("consumers", "pingpong"), SCHEDULES)
-@pytest.mark.slow(quick=4)
+@pytest.mark.slow(quick=8)
 def test_sums_of_8_bits_are_promoted(
     consumers: int, pingpong: bool, gated: bool, scales: str
 ) -> None:
@@ -835,7 +835,7 @@ def test_sums_of_8_bits_are_promoted(
 
 @pytest.mark.parametrize("extras", [False, True])
 @pytest.mark.parametrize(("consumers", "pingpong"), SCHEDULES)
-@pytest.mark.slow(quick=3)
+@pytest.mark.slow(quick=6)
 def test_halves_of_a_wide_tile_are_summed_in_turn(
     consumers: int, pingpong: bool, extras: bool
 ) -> None:
@@ -901,7 +901,7 @@ def test_ranges_are_summed_as_parts(consumers: int, pingpong: bool, columns: int
 
 @pytest.mark.parametrize("layout", ["nn", "nt", "tn", "tt"])
 @pytest.mark.parametrize(("consumers", "pingpong"), [(1, False), (2, False), (2, True)])
-@pytest.mark.slow(quick=3)
+@pytest.mark.slow(quick=6)
 def test_an_operand_comes_word_by_word(consumers: int, pingpong: bool, layout: str) -> None:
     # One to many k-steps, fewer and more than stages; several tiles a block, some of them cut.
     for seed, (k, stages, programs) in enumerate([(1, 2, 1), (2, 3, 3), (7, 2, 1), (11, 4, 2)]):
@@ -975,7 +975,7 @@ def test_every_tile_cut_along_k(consumers: int, pingpong: bool) -> None:
 @pytest.mark.parametrize("ways", [{}, {"fetch": True}, {"pointers": True}], ids=str)
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize(("consumers", "pingpong"), SCHEDULES)
-@pytest.mark.slow(quick=4)
+@pytest.mark.slow(quick=8)
 def test_tiles_cut_along_k_with_fused_work(
     consumers: int, pingpong: bool, gated: bool, ways: dict[str, bool]
 ) -> None:
@@ -995,7 +995,7 @@ def test_tiles_cut_along_k_with_fused_work(
 @pytest.mark.parametrize("reduce", ["max", "sum"])
 @pytest.mark.parametrize("ways", [{}, {"fetch": True}, {"pointers": True}], ids=str)
 @pytest.mark.parametrize(("consumers", "pingpong"), SCHEDULES)
-@pytest.mark.slow(quick=4)
+@pytest.mark.slow(quick=8)
 def test_rows_are_reduced_to_an_auxiliary_output(
     consumers: int, pingpong: bool, ways: dict[str, bool], reduce: str
 ) -> None:
@@ -1043,7 +1043,7 @@ def test_parts_of_a_tile_lie_apart() -> None:
         ("position // C.num_stages & 1", "0"),
     ],
 )
-@pytest.mark.slow(quick=5)
+@pytest.mark.slow(quick=10)
 def test_the_model_detects_a_missing_wait(line: str, instead: str, tmp_path: Path) -> None:
     """Each barrier of the kernel is needed: without it, some interleaving gives wrong results."""
     module = changed(line, instead, tmp_path)

@@ -43,7 +43,7 @@ def close(y: torch.Tensor, expected: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("which", ["a", "b", "b transposed", "residual", "out"])
 @pytest.mark.parametrize("kernel", DENSE)
-@pytest.mark.slow(quick=3)
+@pytest.mark.slow(quick=6)
 def test_rows_beyond_32_bits(kernel: str, which: str, memory: torch.Tensor) -> None:
     a, b, residual = (torch.randn(shape).half() for shape in ((40, 64), (64, 32), (40, 32)))
     expected = a.float() @ b.float() + residual.float()
@@ -137,7 +137,7 @@ def gathered(
     ],
 )
 @pytest.mark.parametrize("kernel", GROUPED)
-@pytest.mark.slow(quick=4)
+@pytest.mark.slow(quick=8)
 def test_few_products_of_many_rows_and_many_of_few(
     kernel: str, rows: int, index: list[int], ends: list[int], column_major: bool
 ) -> None:
