@@ -72,7 +72,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left_out: list[pytest.Item] = []
     for item in items:
         (left_out if _is_slow(item) and not _is_in_part(item, part) else run).append(item)
-    # Some 6,000: reports that each was skipped would take a minute.
+    # Some 6,000: pytest reports each test that is skipped, but none that is deselected.
     config.hook.pytest_deselected(items=left_out)
     # The slowest tests come first, so that no worker ends with one while the others are idle.
     items[:] = sorted(run, key=lambda item: item.get_closest_marker("slow") is None)

@@ -517,7 +517,8 @@ class State:
     """The state of this process and thread at one time."""
 
     def __init__(self, device: torch.device) -> None:
-        #: Whether the main thread, which draws random numbers, is another thread than this one.
+        #: Whether the main thread is another thread. It draws random numbers, and decides how torch
+        #: computes.
         self._beside_main = threading.current_thread() is not threading.main_thread()
         self.pieces = PIECES | ON_CUDA if device.type == "cuda" else PIECES
         self._values = {name: piece.read() for name, piece in self.pieces.items()}
