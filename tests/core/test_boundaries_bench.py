@@ -203,8 +203,8 @@ def test_torchs_scaled_groups_need_multiples_of_16(
 
 
 def test_a_summary_holds_the_quartiles() -> None:
-    summary = runner._summary([4.0, 1.0, 2.0, 3.0, 5.12345])
-    assert summary == {"median_us": 3.0, "p25_us": 2.0, "p75_us": 4.0, "samples": 5}
+    summary = runner._summary([4.00061, 1.0, 2.00041, 3.00051, 5.0])
+    assert summary == {"median_us": 3.001, "p25_us": 2.0, "p75_us": 4.001, "samples": 5}
     assert report._spread({"median_us": 3.04, "p25_us": 2.0, "p75_us": 5.0}) == "3.0 ±1.5"
 
 

@@ -38,8 +38,8 @@ from tmm_core import (
     UnsupportedProblemError,
 )
 from tmm_core.dispatch.lookup import Lookup
-from tmm_core.registry.query import place_of
-from tmm_core.registry.registry import Registry
+from tmm_core.registry.query import CheckedKernel, place_of
+from tmm_core.registry.registry import Registry, Source
 from tmm_core.spec import toolchain
 from tmm_core.spec.kernel import Candidate
 from tmm_core.tuning import (
@@ -324,6 +324,19 @@ def warnings_of(left: dict[Any, Left], **more: Any) -> list[str]:
         warnings.simplefilter("always")
         findings.warn_of_environment(left, "P", **more)
     return [str(each.message) for each in caught if issubclass(each.category, TmmWarning)]
+
+
+def test_a_kernel_that_was_set_aside_is_not_warned_of_again() -> None:
+    found, kernel = Findings(), CheckedKernel(FakeKernel("k"), Source("p"))
+    kernel.fault = "it wrote beyond its output"
+    found.leave(kernel, Left("toolchain", "no ptxas"))
+    found.report("P")  # warnings are errors
+    assert list(found.left) == [("k", kernel.version)]
+    kernel.fault = None
+    found = Findings()
+    found.leave(kernel, Left("toolchain", "no ptxas"))
+    with pytest.warns(TmmWarning, match="kept tmm from trying kernel k for P"):
+        found.report("P")
 
 
 def test_one_warning_of_the_environment_names_the_gravest() -> None:

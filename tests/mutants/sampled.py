@@ -141,4 +141,13 @@ SAMPLED = [
            "interpreted launches list the language at each call",
            ("tests/plugins/test_boundaries_kernels.py::"
             "test_the_interpreter_does_no_work_whose_result_it_drops",)),
+    Mutant("sampled-median-digits", "bench/runner.py",
+           "round(middle, 3)", "round(middle, 4)",
+           "documents hold digits below a clock's resolution",
+           ("tests/core/test_boundaries_bench.py::test_a_summary_holds_the_quartiles",)),
+    Mutant("sampled-set-aside-warned", "tuning/findings.py",
+           " if name not in self.reported", "",
+           "a kernel that was set aside with a warning is blamed on the toolchain too",
+           ("tests/core/test_boundaries_tuning.py::"
+            "test_a_kernel_that_was_set_aside_is_not_warned_of_again",)),
 ]  # fmt: skip
