@@ -150,4 +150,27 @@ SAMPLED = [
            "a kernel that was set aside with a warning is blamed on the toolchain too",
            ("tests/core/test_boundaries_tuning.py::"
             "test_a_kernel_that_was_set_aside_is_not_warned_of_again",)),
+    Mutant("sampled-lanes-of-pairs", "tmm_triton/streaming.py",
+           "quads = [[0, 4, 0], [0, 8, 0], [0, 0, 1]", "quads = [[0, 4, 0], [0, 8, 0], [1, 0, 1]",
+           "lanes multiply words by rows of another part of K",
+           ("tests/plugins/test_streaming.py::test_lanes_hold_what_they_multiply",)),
+    Mutant("sampled-warps-of-words", "tmm_triton/streaming.py",
+           "along_n + split_k, [], [warps_k, rows, words]",
+           "split_k + along_n, [], [warps_k, rows, words]",
+           "warps multiply words by rows of another part of K",
+           ("tests/plugins/test_streaming.py::test_lanes_hold_what_they_multiply",)),
+    Mutant("sampled-scaled-twice", "tmm_triton/mixed_input.py",
+           "scaled = method if b.grid and not promoted else None", "scaled = method",
+           "values are multiplied by their scales, and their sums are too",
+           ("tests/plugins/test_mixed_input.py::test_every_value_is_multiplied_by_one_scale",)),
+    Mutant("sampled-lanes-of-units", "tmm_triton/mixed_input.py",
+           "(bits[-2:], bits[:-2])", "(bits[:2], bits[2:])",
+           "words meet other values of a than those that a warp arranged",
+           ("tests/plugins/test_mixed_input.py::"
+            "test_a_thread_holds_the_pairs_that_wgmma_reads_from_it",)),
+    Mutant("sampled-lanes-of-groups", "tmm_triton/mixed_input.py",
+           "along = self.wide // max(1, parts)", "along = self.wide",
+           "a step's groups share the scale of the first",
+           ("tests/plugins/test_mixed_input.py::"
+            "test_a_thread_holds_the_pairs_that_wgmma_reads_from_it",)),
 ]  # fmt: skip

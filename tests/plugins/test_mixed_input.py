@@ -22,7 +22,7 @@ pytest.importorskip("triton.experimental.gluon")
 from hopper_block import Block, Descriptor, Pointer, Shared, run_block
 from pairwise import share
 from test_skinny import COL, DEVICES, ROW
-from test_streaming import FP8, INT4, INT8
+from test_streaming import FP8, INT4, INT8, held
 from tmm_triton import blocks, mixed_input_device, ragged, ragged_tiles
 from tmm_triton.mixed_input import Constants, MixedInput, MixedInputConfig
 from tmm_triton.skinny import Skinny
@@ -211,6 +211,44 @@ def test_zero_points_are_not_multiplied_in_fp32() -> None:
     eight = replace(INT8, scale=Scale((1, 128)))
     assert Constants.of(replace(PROBLEM, b=eight), config).SCALED == "wide"
     assert Constants.of(replace(PROBLEM, b=replace(eight, zero=torch.int8)), config).PROMOTED
+
+
+def all_constants(m: int, gated: bool) -> list[Constants]:
+    """The constants of every proposal for weights of each format."""
+    found = []
+    for weight in (INT4, INT8, FP8, MXFP4, replace(INT4, zero=torch.uint8)):
+        problem = replace(PROBLEM, m=m, b=weight)
+        problem = replace(problem, epilogue=parse("swiglu")) if gated else problem
+        found += [Constants.of(problem, config) for config in KERNEL.configs(problem)]
+    return found
+
+
+@pytest.mark.parametrize("m", [1, 64, 300])
+def test_every_value_is_multiplied_by_one_scale(m: int) -> None:
+    found = all_constants(m, gated=False)
+    assert all((bool(c.ROW_SCALE), bool(c.SCALED), c.PROMOTED).count(True) == 1 for c in found)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_a_thread_holds_the_pairs_that_wgmma_reads_from_it(gated: bool) -> None:
+    found = all_constants(64, gated) + all_constants(8, gated)
+    for c in {(c.rows, c.wide, c.parts, c.arranged): c for c in found}.values():
+        units = held(c.units)
+        assert sorted(itertools.chain(*units.values())) == list(np.ndindex(c.rows, c.wide))
+        for (warp, lane), places in units.items():
+            assert {(row // 16 % 4, row % 8) for row, _ in places} == {(warp, lane // 4)}
+            quarters = {k // (c.wide // 4) if c.arranged else k % 4 for _, k in places}
+            assert quarters == {lane % 4}
+        of_half = held(c.units_of_half)
+        assert of_half == {
+            thread: [place for place in places if place[0] < c.high]
+            for thread, places in units.items()
+        }
+        along = c.wide // c.parts
+        assert held(c.split_units) == {
+            thread: [(row, k // along, k % along) for row, k in places]
+            for thread, places in units.items()
+        }
 
 
 # -- the kernel on a model of the block ---------------------------------------------------

@@ -24,6 +24,7 @@ from tmm_triton import blocks, streaming
 from tmm_triton.streaming import Streaming, StreamingConfig
 from tmm_triton.tile_anatomy import usage
 from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon import language as gl
 from uninterpreted import Uninterpreted
 
 from tmm_core import ConfigError, Operand, Problem, Scale
@@ -281,6 +282,46 @@ def test_arithmetic_addresses_masks(
     expected = epilogue(finished[..., :n], finished[..., n:]) if gated else np.abs(finished)
     np.testing.assert_allclose(out[:, :, :n], expected + residual.reshape(z, m, n))
     assert np.isnan(out[:, :, n:]).all()
+
+
+# -- which lane holds what ----------------------------------------------------------------
+
+
+def held(layout: gl.DistributedLinearLayout) -> dict[tuple[int, int], list[tuple[int, ...]]]:
+    """The places in a tensor that each lane of each warp holds, by ``(warp, lane)``."""
+
+    def sums(bases: list[list[int]]) -> list[np.ndarray]:
+        found = [np.zeros(len(layout.shape), int)]
+        for base in bases:
+            found += [each ^ np.array(base) for each in found]
+        return found
+
+    warps, lanes, registers = map(sums, (layout.warp_bases, layout.lane_bases, layout.reg_bases))
+    return {
+        (w, lane): [tuple(map(int, warps[w] ^ lanes[lane] ^ each)) for each in registers]
+        for w, lane in itertools.product(range(len(warps)), range(len(lanes)))
+    }
+
+
+@pytest.mark.parametrize("weight", [INT4, INT8, FP8], ids=["int4", "int8", "fp8"])
+@pytest.mark.parametrize("m", [1, 16])
+def test_lanes_hold_what_they_multiply(weight: Operand, m: int) -> None:
+    problem = replace(DECODE, m=m, b=weight)
+    for config in Streaming().configs(problem):
+        (build,) = Streaming().builds(problem, config)
+        words, pairs = build.constants["WORDS"], build.constants["PAIRS"]
+        of_words, of_pairs = held(words), held(pairs)
+        everything = set(np.ndindex(*words.shape))
+        assert sorted(itertools.chain(*of_words.values())) == sorted(everything)
+        assert list(of_words) == list(of_pairs)
+        for w in range(config.num_warps):
+            part = w // config.warps_n  # of K
+            assert sorted(itertools.chain(*(of_pairs[w, lane] for lane in range(32)))) == [
+                (part, *place) for place in np.ndindex(*pairs.shape[1:])
+            ]
+            for lane in range(32):  # as mma.m16n8k16 has it: four lanes share a row
+                assert {(k, row % 8) for k, row, _ in of_words[w, lane]} == {(part, lane // 4)}
+                assert {(k, row % 8) for k, _, row in of_pairs[w, lane]} == {(part, lane // 4)}
 
 
 # -- what the compiler makes of it --------------------------------------------------------
