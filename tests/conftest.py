@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.metadata
 import importlib.util
 import itertools
 import os
@@ -44,7 +46,7 @@ from uninterpreted import Uninterpreted
 from tmm_core import dispatch, errors, settings
 from tmm_core.interop import autograd_state, epilogue_kernels
 from tmm_core.launch import nesting, warm
-from tmm_core.registry import query
+from tmm_core.registry import query, registry
 from tmm_core.spec import code
 from tmm_core.tuning import findings
 from tmm_core.verify import random_inputs
@@ -121,6 +123,7 @@ def isolated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("TMM_CACHE_DIR", str(tmp_path / "tmm-cache"))
     monkeypatch.setenv("TMM_SHIPPED_RECORDS", "0")
     monkeypatch.setattr(query, "version_of", stated)
+    monkeypatch.setattr(registry, "_installed", installed)
     forget()
     yield
     forget()
@@ -167,6 +170,26 @@ def stated(kernel: Any, version: str, distribution: str = "") -> str:
         if isinstance(kernel, FakeKernel)
         else code.version_of(kernel, version, distribution)
     )
+
+
+list_installed = registry._installed
+listed = functools.cache(list_installed)
+
+
+def where_plugins_are_found() -> tuple[Any, ...]:
+    """What a test changes that adds plugins."""
+    return importlib.metadata.entry_points, *sys.path
+
+
+def pytest_collection_finish() -> None:
+    global USUALLY_FOUND
+    USUALLY_FOUND = where_plugins_are_found()
+
+
+def installed() -> list[importlib.metadata.EntryPoint]:
+    """The plugins of this environment are listed once. It takes 15 ms, in each of thousands of
+    tests."""
+    return listed() if where_plugins_are_found() == USUALLY_FOUND else list_installed()
 
 
 def forget() -> None:
