@@ -27,7 +27,9 @@ from tmm_core.launch import warm
 from tmm_core.launch.check import (
     check,
     check_tensors,
+    is_integral,
     number,
+    refuse_complex_alpha,
     refuse_gradients_of_out,
 )
 from tmm_core.launch.plan import Plan
@@ -228,7 +230,11 @@ def _scaled(call: Arguments, epilogue: EpilogueLike) -> Tensor:
         differentiated = torch.compiler.is_compiling() or autograd_state.differentiated(alpha)
         if out is not None and differentiated:
             refuse_gradients_of_out()
-        if out is not None or (alpha.device.type == "cpu" and not differentiated):
+        read = out is not None or (alpha.device.type == "cpu" and not differentiated)
+        if alpha.is_complex() and not (read or a.is_complex()):
+            refuse_complex_alpha()
+        # A product of integers has no derivative, and torch rounds its alpha to an integer.
+        if read or is_integral(call):
             value = number("matmul", alpha.detach(), a)
             return _answer(call._replace(alpha=value), epilogue)
     if out is not None:  # alpha is complex, and autocast casts no complex operands

@@ -522,6 +522,47 @@ def test_integers_refuse_an_alpha_beyond_their_dtype(dtype: torch.dtype, alpha: 
     assert int(out) == 7
 
 
+def by_torch(a: Tensor, b: Tensor, alpha: Tensor) -> dict[str, Callable[[], Tensor]]:
+    """Products whose ``alpha`` is a tensor that may be differentiated, or is a graph's."""
+    own = recording(alpha) if alpha.is_floating_point() or alpha.is_complex() else alpha
+    one = torch.ones(())
+    return {
+        "recorded": lambda: tmm_core.matmul(a, b, alpha=own).detach(),
+        "linear": lambda: tmm_core.linear(a, b.t(), alpha=own).detach(),
+        "vmap": lambda: torch.vmap(lambda t: tmm_core.matmul(t, b, alpha=alpha))(a[None])[0],
+        "within jvp": lambda: torch.func.jvp(
+            lambda t: (tmm_core.matmul(a, b, alpha=alpha), t), (one,), (one,)
+        )[0][0],
+        "compiled": lambda: torch.compile(tmm_core.matmul, backend="eager")(a, b, alpha=alpha),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("alpha", [2.5, -1.0, 3, 1e30, math.nan, 2**40])
+def test_a_tensor_scales_integers_as_its_number_does(alpha: Any) -> None:
+    a, b = torch.arange(12, dtype=torch.int32).view(3, 4), torch.ones(4, 2, dtype=torch.int32)
+    wanted = outcome(lambda: torch.addmm(b[:1], a, b, beta=0, alpha=alpha))
+    torch.compiler.reset()
+    for name, call in by_torch(a, b, torch.tensor(alpha)).items():
+        found = outcome(call)
+        if isinstance(wanted, Exception):
+            assert (type(found), str(found)) == (RuntimeError, str(wanted)), f"{name}: {found!r}"
+        else:
+            assert torch.equal(found, wanted), name
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16, torch.int32])
+def test_a_complex_tensor_scales_no_real_product(dtype: torch.dtype) -> None:
+    a, b = torch.ones(3, 4, dtype=dtype), torch.ones(4, 2, dtype=dtype)
+    alpha = torch.tensor(1 + 2j)
+    torch.compiler.reset()
+    for name, call in by_torch(a, b, alpha).items():
+        found = outcome(call)
+        assert isinstance(found, RuntimeError), f"{name}: {found!r}"
+        assert "without overflow" in str(found), name
+    for name, call in by_torch(a.cfloat(), b.cfloat(), alpha).items():
+        assert torch.equal(call(), torch.full((3, 2), 4 + 8j)), name
+
+
 # -- scales --------------------------------------------------------------------------------
 
 

@@ -14,6 +14,12 @@ UNUSUAL = "tests/core/test_unusual.py"
 _OUT = "test_nothing_is_cast_where_out_gives_the_dtype"
 
 VALID_CALLS = [
+    Mutant("call-alpha-real-part", "tmm_core/api.py", "if alpha.is_complex() and not (read or a.is_complex()):", "if False:",
+           "a complex alpha loses its imaginary part where torch applies it",
+           (f"{VALID}::test_a_complex_tensor_scales_no_real_product",)),
+    Mutant("call-alpha-of-integers", "tmm_core/api.py", "if read or is_integral(call):", "if read:",
+           "a tensor scales integers otherwise where torch applies it",
+           (f"{VALID}::test_a_tensor_scales_integers_as_its_number_does",)),
     Mutant("recorded-scales", "interop/gradients.py",
            "run(a, of_b, bias, added, alpha, text, out_dtype, *parts)",
            "run(a, of_b, bias, added, alpha, text, out_dtype)",

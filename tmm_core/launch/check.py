@@ -165,10 +165,15 @@ def number(function: str, alpha: Any, operand: Any = None) -> Any:
         if not alpha.imag:
             return alpha.real
         if not (isinstance(operand, torch.Tensor) and operand.is_complex()):
-            raise RuntimeError("value cannot be converted to type float without overflow")
+            refuse_complex_alpha()
     elif isinstance(alpha, int) and type(alpha) is not bool and not -(2**63) <= alpha < 2**64:
         raise OverflowError("int too big to convert")
     return alpha
+
+
+def refuse_complex_alpha() -> NoReturn:
+    """Raise torch's error for a complex ``alpha`` of a product that is not complex."""
+    raise RuntimeError("value cannot be converted to type float without overflow")
 
 
 def _is_numpy_number(alpha: Any) -> bool:
@@ -204,6 +209,12 @@ def result_dtype(call: Arguments | GroupedArguments) -> torch.dtype:
     own = call.out_dtype or formats.pair(call.a.dtype, call.b.dtype, call.formats).result
     assert own is not None
     return own
+
+
+def is_integral(call: Arguments) -> bool:
+    """Whether the product of a call is of integers."""
+    dtype = call.out_dtype or call.a.dtype
+    return not (call.formats or dtype.is_floating_point or dtype.is_complex)
 
 
 def has_format(call: Arguments | GroupedArguments) -> bool:
