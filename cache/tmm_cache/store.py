@@ -89,6 +89,8 @@ class CacheStore:
         self._limiter: SizeLimiter | None = None
         #: Records that this process answers with regardless of the disk, by path.
         self._held: dict[Path, Summary[TuningRecord]] = {}
+        #: The environments of those that could not be written.
+        self._unwritten: dict[Path, Document] = {}
 
     def path(self, gpu: str, environment: Document, problem: Document) -> Path:
         """The file in the user's own root where the problem's record is or would be."""
@@ -96,7 +98,8 @@ class CacheStore:
 
     def load(self, gpu: str, environment: Document, problem: Document) -> TuningRecord | None:
         """The problem's record: held, from the root, or from the first layer with it; None: a
-        miss."""
+        miss. Records that could not be written are tried again first."""
+        self._write_again()
         record, path = self._locate(gpu, environment, problem)
         own = path is not None and self.root in path.parents and not self.locked
         if path is not None and own and self._warnings.may_write():
@@ -143,29 +146,43 @@ class CacheStore:
     def save(self, gpu: str, environment: Document, record: TuningRecord) -> Path | None:
         """Write a record into the user's own root; None if that failed, with a `CacheWarning`.
 
-        A record that could not be written is held in memory. Raises RecordError for a record that
-        would not read back, never OSError.
+        A record that could not be written is held in memory, and tried again by later calls of
+        `load`. Raises RecordError for a record that would not read back, never OSError.
         """
         data = record_bytes(record)
         path = self.path(gpu, environment, record.problem)
-        if not self._warnings.may_write():
+        written = self._written(path, data, environment)
+        if not written or path in self._held:
             self.hold(gpu, environment, record)
+        if not written:
+            self._unwritten[path] = environment
             return None
-        try:
-            write_record(path, data, environment)
-        except OSError as error:
-            reraise(error)
-            self._warnings.unwritable(error)
-            self.hold(gpu, environment, record)
-            return None
-        if path in self._held:
-            self.hold(gpu, environment, record)
+        self._unwritten.pop(path, None)
         if self._limiter is None:
             from tmm_cache.size_limits import SizeLimiter  # not needed for replay
 
             self._limiter = SizeLimiter(self.root)
         self._limiter.saved(path, len(data), self._held)
         return path
+
+    def _written(self, path: Path, data: bytes, environment: Document) -> bool:
+        """Write a record's bytes; False if that failed, with a `CacheWarning`."""
+        if not self._warnings.may_write():
+            return False
+        try:
+            write_record(path, data, environment)
+        except OSError as error:
+            reraise(error)
+            self._warnings.unwritable(error)
+            return False
+        return True
+
+    def _write_again(self) -> None:
+        """Write the records that could not be written, up to the first that still cannot."""
+        for path, environment in [*self._unwritten.items()]:
+            held = self._held[path]
+            if self.save(held.gpu, environment, held.record) is None:
+                return
 
     def hold(self, gpu: str, environment: Document, record: TuningRecord) -> None:
         """Answer with this record as long as the store lives, regardless of the disk."""

@@ -273,6 +273,11 @@ def test_a_full_or_read_only_disk_costs_persistence_and_one_warning(
     monkeypatch.undo()
     complaint = f"{store.root}: cannot be written ({os.strerror(code)})"
     assert str(caught[0].message).startswith(complaint)
+    if name != "mkdir":
+        # The record of before is whole, and no temporary file takes up the space that is missing.
+        assert CacheStore(store.root).load(GPU, ENVIRONMENT, problem()) == record()
+        folder = store.path(GPU, ENVIRONMENT, problem()).parent
+        assert [path for path in folder.iterdir() if path.name.endswith(".tmp")] == []
     # This process uses the record that it tuned.
     assert store.load(GPU, ENVIRONMENT, problem()) == record(mark="new")
     assert store.load(GPU, ENVIRONMENT, problem(m=2)) == record(problem(m=2))
@@ -280,11 +285,8 @@ def test_a_full_or_read_only_disk_costs_persistence_and_one_warning(
         "new",
         mark_of(record()),
     }
-    if name != "mkdir":
-        # The record of before is whole, and no temporary file takes up the space that is missing.
-        assert CacheStore(store.root).load(GPU, ENVIRONMENT, problem()) == record()
-        folder = store.path(GPU, ENVIRONMENT, problem()).parent
-        assert [path for path in folder.iterdir() if path.name.endswith(".tmp")] == []
+    # Later processes use it too, now that the disk takes it.
+    assert CacheStore(store.root).load(GPU, ENVIRONMENT, problem()) == record(mark="new")
 
 
 def test_an_interrupt_in_the_middle_of_a_save_leaves_no_temporary_file(
@@ -427,3 +429,46 @@ def test_a_healthy_cache_never_warns(store: CacheStore) -> None:
             assert mine
         assert len(list(store.summaries())) == 1
         assert len(store.misses()) == 1
+
+
+def test_a_record_is_written_once_its_disk_is_repaired(
+    store: CacheStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempts = []
+
+    def full(path: Path, *_: Any) -> None:
+        attempts.append(path)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(store_module, "write_record", full)
+        with warned("cannot be written"):
+            assert store.save(GPU, ENVIRONMENT, record(problem(m=1))) is None
+        assert store.save(GPU, ENVIRONMENT, record(problem(m=2))) is None
+        # The disk is tried once by each load, and neither warned of nor waited for again.
+        assert store.load(GPU, ENVIRONMENT, problem(m=1)) == record(problem(m=1))
+        assert len(attempts) == 3
+    store.hold(GPU, ENVIRONMENT, record(problem(m=3)))  # for this process only
+    assert store.load(GPU, ENVIRONMENT, problem(m=4)) is None
+    assert [CacheStore().load(GPU, ENVIRONMENT, problem(m=m)) for m in (1, 2, 3)] == [
+        record(problem(m=1)), record(problem(m=2)), None,
+    ]  # fmt: skip
+    assert store.found(GPU, ENVIRONMENT, problem(m=2)) is not None
+
+
+def test_a_record_that_was_written_late_is_not_written_again(
+    store: CacheStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as broken:
+        broken.setattr(store_module, "write_record", _refused)
+        with warned("cannot be written"):
+            assert store.save(GPU, ENVIRONMENT, record()) is None
+    path = store.save(GPU, ENVIRONMENT, record())
+    assert path is not None
+    path.unlink()  # as `tmm-cache clear` does
+    assert store.load(GPU, ENVIRONMENT, problem()) == record()  # held
+    assert not path.exists()
+
+
+def _refused(*_: Any) -> None:
+    raise PermissionError(errno.EACCES, "Permission denied")
