@@ -176,12 +176,13 @@ class Bench:
 
         return Pair(Way(run, model), Way(run, model, inside), tune, notes=notes)
 
-    def compiled(self, model: Any, make: Callable[[Any], Way]) -> Pair:
-        """``torch.compile`` with and without tmm's pass."""
+    def compiled(self, model: Any, make: Callable[[Any], Way], **options: Any) -> Pair:
+        """``torch.compile`` with these options, with and without tmm's pass."""
         torch._dynamo.reset()
-        usual = make(torch.compile(model, dynamic=False, options=tmm_core.inductor_options()))
-        options = tmm_core.inductor_options()
-        own = make(torch.compile(model, dynamic=False, options=options))
+        usual, own = (
+            make(torch.compile(model, dynamic=False, options=tmm_core.inductor_options(**options)))
+            for _ in range(2)
+        )
         notes: dict[str, Any] = {}
 
         def noted(tail: Any, terms: Any) -> bool:
@@ -284,9 +285,9 @@ def enabled_training(bench: Bench, model: str, batch: int, length: int) -> Pair:
     return bench.enabled(bench.step(of, of, bench.language(of, batch, length)), of)
 
 
-def compiled_prefill(bench: Bench, tokens: int) -> Pair:
+def compiled_prefill(bench: Bench, tokens: int, **options: Any) -> Pair:
     of = bench.model("llama")
-    return bench.compiled(of, lambda model: Way(bench.prefill(model, of, tokens), of))
+    return bench.compiled(of, lambda model: Way(bench.prefill(model, of, tokens), of), **options)
 
 
 def compiled_training(bench: Bench, model: str, batch: int, length: int) -> Pair:
@@ -301,9 +302,15 @@ def compiled_training(bench: Bench, model: str, batch: int, length: int) -> Pair
     return bench.compiled(of, lambda model: Way(bench.step(model, of, given), of))
 
 
-def compiled_decode(bench: Bench, batch: int) -> Pair:
+def compiled_decode(bench: Bench, batch: int, **options: Any) -> Pair:
     of = bench.model("llama")
-    return bench.compiled(of, lambda model: bench.decode(model, of, batch))
+    return bench.compiled(of, lambda model: bench.decode(model, of, batch), **options)
+
+
+#: Compiled with frozen weights: torch, too, then joins weights of one input. The graphs' copies of
+#: weights are not counted as memory.
+frozen_decode = functools.partial(compiled_decode, freezing=True)
+frozen_prefill = functools.partial(compiled_prefill, freezing=True)
 
 
 def converted_decode(bench: Bench, batch: int, weights: str | None, compiled: bool = True) -> Pair:
@@ -396,6 +403,10 @@ ROWS: dict[str, Row] = {
     "llama-int4-uncompiled-decode-1": _row(2.2, 25, converted_decode, 1, "int4", False),
     "llama-int4-uncompiled-decode-16": _row(1.9, 25, converted_decode, 16, "int4", False),
     "llama-converted-decode-16": _row(1.06, 30, converted_decode, 16, None),
+    "llama-frozen-decode-1": _row(1.07, 40, frozen_decode, 1),
+    "llama-frozen-decode-16": _row(1.07, 40, frozen_decode, 16),
+    "llama-frozen-decode-64": _row(1.07, 40, frozen_decode, 64),
+    "llama-frozen-prefill-2048": _row(1.04, 40, frozen_prefill, 2048),
 }
 
 
