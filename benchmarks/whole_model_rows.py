@@ -7,7 +7,7 @@ import gc
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
 
@@ -176,12 +176,15 @@ class Bench:
 
         return Pair(Way(run, model), Way(run, model, inside), tune, notes=notes)
 
-    def compiled(self, model: Any, make: Callable[[Any], Way], **options: Any) -> Pair:
-        """``torch.compile`` with these options, with and without tmm's pass."""
+    def compiled(self, model: Any, make: Callable[[Any], Way], frozen: bool = False) -> Pair:
+        """``torch.compile`` with and without tmm's pass, perhaps of frozen weights."""
         torch._dynamo.reset()
+        inside: Callable[[], AbstractContextManager[Any]] = nullcontext
+        if frozen:  # an option of `torch.compile` has no effect: torch reads this while it traces
+            inside = functools.partial(torch._inductor.config.patch, freezing=True)
         usual, own = (
-            make(torch.compile(model, dynamic=False, options=tmm_core.inductor_options(**options)))
-            for _ in range(2)
+            replace(make(torch.compile(model, dynamic=False, options=options)), inside=inside)
+            for options in (tmm_core.inductor_options(), tmm_core.inductor_options())
         )
         notes: dict[str, Any] = {}
 
@@ -192,7 +195,7 @@ class Bench:
 
         def tune() -> None:
             # The pass meets every product and rewrites none: torch's own graph.
-            with mock.patch.object(inductor, "pays", noted):
+            with mock.patch.object(inductor, "pays", noted), inside():
                 notes["compile_s"] = _seconds(usual.run)
 
         def ready() -> None:
@@ -203,7 +206,7 @@ class Bench:
                 rewritten.append(pays(*given))
                 return rewritten[-1]
 
-            with mock.patch.object(inductor, "pays", counted):
+            with mock.patch.object(inductor, "pays", counted), inside():
                 notes["compile_tmm_s"] = _seconds(own.run)
             notes["rewritten"] = f"{sum(rewritten)} of {len(rewritten)}"
 
@@ -285,9 +288,9 @@ def enabled_training(bench: Bench, model: str, batch: int, length: int) -> Pair:
     return bench.enabled(bench.step(of, of, bench.language(of, batch, length)), of)
 
 
-def compiled_prefill(bench: Bench, tokens: int, **options: Any) -> Pair:
+def compiled_prefill(bench: Bench, tokens: int, frozen: bool = False) -> Pair:
     of = bench.model("llama")
-    return bench.compiled(of, lambda model: Way(bench.prefill(model, of, tokens), of), **options)
+    return bench.compiled(of, lambda model: Way(bench.prefill(model, of, tokens), of), frozen)
 
 
 def compiled_training(bench: Bench, model: str, batch: int, length: int) -> Pair:
@@ -302,15 +305,15 @@ def compiled_training(bench: Bench, model: str, batch: int, length: int) -> Pair
     return bench.compiled(of, lambda model: Way(bench.step(model, of, given), of))
 
 
-def compiled_decode(bench: Bench, batch: int, **options: Any) -> Pair:
+def compiled_decode(bench: Bench, batch: int, frozen: bool = False) -> Pair:
     of = bench.model("llama")
-    return bench.compiled(of, lambda model: bench.decode(model, of, batch), **options)
+    return bench.compiled(of, lambda model: bench.decode(model, of, batch), frozen)
 
 
 #: Compiled with frozen weights: torch, too, then joins weights of one input. The graphs' copies of
 #: weights are not counted as memory.
-frozen_decode = functools.partial(compiled_decode, freezing=True)
-frozen_prefill = functools.partial(compiled_prefill, freezing=True)
+frozen_decode = functools.partial(compiled_decode, frozen=True)
+frozen_prefill = functools.partial(compiled_prefill, frozen=True)
 
 
 def converted_decode(bench: Bench, batch: int, weights: str | None, compiled: bool = True) -> Pair:
