@@ -41,6 +41,7 @@ def _rows() -> list[str]:
     names += ["small-enable-training", "gpt2-enable-training", "llama-enable-prefill-8192"]
     names += [f"{m}-experts-{n}" for m in ("qwen3-moe", "mixtral") for n in (1, 16, 512, 8192)]
     names += [f"llama-compiled-decode-{n}" for n in (1, 16, 64)]
+    names += [f"llama-frozen-decode-{n}" for n in (1, 16, 64)] + ["llama-frozen-prefill-2048"]
     names += ["llama-compiled-prefill-2048", "llama-compiled-prefill-8192"]
     names += [f"{model}-compiled-training" for model in ("llama", "bert", "vit")]
     names += ["llama-int4-decode-1", "llama-int4-decode-16", "llama-converted-decode-16"]
