@@ -19,6 +19,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     transformers = pytest.importorskip("transformers")
 
+from tmm_core import api, settings
 from tmm_core.nn import convert, projections
 from tmm_core.nn.joint_storage import stacked
 from tmm_core.nn.projections import JointProjections, names_of
@@ -352,6 +353,27 @@ def test_columns_are_of_the_very_input_as_it_was() -> None:
         product = begun()
         x.mul_(2)
         assert product.of(one.k, x) is None
+
+
+@pytest.mark.parametrize("static", [(), ("q",), ("q", "k")])
+def test_weights_are_static_if_those_of_every_layer_are(
+    static: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = Projects()
+    convert(one)
+    for name in static:
+        getattr(one, name).static_weights = True
+    found: list[bool] = []
+    product = api.linear
+
+    def seen(*given: Any) -> Any:
+        found.append(settings.current().static_weights)
+        return product(*given)
+
+    monkeypatch.setattr(api, "linear", seen)
+    with torch.no_grad():
+        projections.JointProduct([one.q, one.k]).of(one.q, torch.randn(3, 8))
+    assert found == [len(static) == 2]
 
 
 @pytest.mark.parametrize("late", [0, 1])

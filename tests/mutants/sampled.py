@@ -173,4 +173,15 @@ SAMPLED = [
            "a step's groups share the scale of the first",
            ("tests/plugins/test_mixed_input.py::"
             "test_a_thread_holds_the_pairs_that_wgmma_reads_from_it",)),
+    Mutant("sampled-static-projections", "nn/projections.py",
+           "if all(layer.static_weights for layer in layers):",
+           "if any(layer.static_weights for layer in layers):",
+           "weights that a kernel may write count as static because another layer's are",
+           ("tests/core/test_projections.py::"
+            "test_weights_are_static_if_those_of_every_layer_are",)),
+    Mutant("sampled-static-projections-always", "nn/projections.py",
+           "if all(layer.static_weights for layer in layers):", "if True:",
+           "weights of every joint product count as static",
+           ("tests/core/test_projections.py::"
+            "test_weights_are_static_if_those_of_every_layer_are",)),
 ]  # fmt: skip

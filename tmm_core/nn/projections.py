@@ -135,7 +135,7 @@ class JointProduct:
             operands = joint_of(weights, biases)
             if operands is None:
                 return {}
-            if any(layer.static_weights for layer in layers):
+            if all(layer.static_weights for layer in layers):
                 y = with_static_weights(api.linear, x, *operands)
             else:
                 y = api.linear(x, *operands)
