@@ -169,6 +169,15 @@ def test_the_first_difference_of_operands_is_named() -> None:
     assert tmm_core.matmul(A, B, bias=None, residual=None).shape == (4, 6)
 
 
+@pytest.mark.parametrize("device", ["cpu", "meta"])  # of meta tensors nothing is computed
+def test_booleans_are_refused_in_torchs_words(device: str) -> None:
+    with pytest.raises(RuntimeError) as right:
+        torch.matmul(A.bool(), B.bool())
+    with pytest.raises(RuntimeError) as caught:
+        tmm_core.matmul(A.bool().to(device), B.bool().to(device))
+    assert str(caught.value) == str(right.value)
+
+
 @pytest.mark.parametrize(
     ("first", "second", "own"),
     [(True, True, True), (True, False, False), (False, True, False), (False, False, False)],

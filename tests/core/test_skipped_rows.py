@@ -148,6 +148,20 @@ def test_the_tangent_of_a_bias_does_not_read_the_weights() -> None:
     torch.testing.assert_close(plain, torch.ones(4, 6))
 
 
+@pytest.mark.parametrize("along", ["m", "k"])
+def test_the_tangent_of_a_bias_is_that_of_each_group(along: str) -> None:
+    bias, tangent = torch.randn(3, 6), torch.randn(3, 6)
+    offs = torch.tensor([2, 2, 5], dtype=torch.int32)  # the second group is empty
+    a, b = torch.randn(5, 8), torch.randn(3, 8, 6)
+    if along == "k":
+        a, b = torch.randn(8, 5), torch.randn(5, 6)
+    found = torch.func.jvp(
+        lambda t: tmm_core.grouped_matmul(a, b, offs=offs, bias=t), (bias,), (tangent,)
+    )[1]
+    groups = tangent[[0, 0, 2, 2, 2]] if along == "m" else tangent[:, None].expand(3, 8, 6)
+    torch.testing.assert_close(found, groups)
+
+
 def test_the_tangent_of_a_skipped_row_is_zero() -> None:
     offs, places = torch.tensor([2], dtype=torch.int32), torch.tensor([1, 0, 3, 2])
     a, b = torch.randn(4, 8), torch.randn(1, 8, 6)

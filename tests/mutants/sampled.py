@@ -184,4 +184,24 @@ SAMPLED = [
            "weights of every joint product count as static",
            ("tests/core/test_projections.py::"
             "test_weights_are_static_if_those_of_every_layer_are",)),
+    Mutant("sampled-booleans", "launch/check.py",
+           "    if a.dtype is torch.bool:\n        _raise_torchs_error(a, b)\n", "",
+           "a compiled graph is made of a product that torch refuses",
+           ("tests/core/test_boundaries_launch.py::test_booleans_are_refused_in_torchs_words",)),
+    Mutant("sampled-weighted", "hopper/config.py",
+           '"WEIGHTED": groups is not None and groups.out_weights is not None,',
+           '"WEIGHTED": groups is not None,',
+           "a kernel reads weights of rows that have none",
+           ("tests/plugins/test_warp_specialized.py::"
+            "test_each_property_of_a_problem_is_a_constant",)),
+    Mutant("sampled-spread-empty-group", "interop/grouped_operator.py",
+           "offs, places, right=True", "offs, places, right=False",
+           "the first row of a group has the tangent of the group before it",
+           ("tests/core/test_skipped_rows.py::"
+            "test_the_tangent_of_a_bias_is_that_of_each_group",)),
+    Mutant("sampled-spread-along-k", "interop/grouped_operator.py",
+           "        return bias[:, None]\n", "        return bias\n",
+           "the tangent of a bias for each product is added along its rows",
+           ("tests/core/test_skipped_rows.py::"
+            "test_the_tangent_of_a_bias_is_that_of_each_group",)),
 ]  # fmt: skip

@@ -121,6 +121,47 @@ def test_serves(instance: Problem) -> None:
 
 
 @pytest.mark.parametrize(
+    ("instance", "found"),
+    [
+        (problem(layout="tt"), {"A_COL": True}),
+        (problem(layout="nn"), {"B_COL": False}),
+        (problem(epilogue="swiglu"), {"GATED": True}),
+        (problem(scaled=True), {"SCALED": True}),
+        (problem(bias=BF16), {"BIAS": True}),
+        (problem(residual=Operand(BF16)), {"RESIDUAL": True, "FETCH": True}),
+        (problem(residual=Operand(BF16, "strided")), {"RESIDUAL": True}),
+        (problem(batch=2), {"BATCHED": True}),
+        (problem(out=FP32), {"OUT_BYTES": 4}),
+        (problem(n=4092), {"POINTERS": True}),
+        (problem(groups=Groups(8, "m")), {"RAGGED": "m"}),
+        (problem(groups=Groups(8, "m", zeroed=True)), {"RAGGED": "m", "ZEROED": True}),
+        (problem(groups=Groups(8, "m", out_weights=FP32)), {"RAGGED": "m", "WEIGHTED": True}),
+        (
+            problem(groups=Groups(8, "m", out_index=torch.int64)),
+            {"RAGGED": "m", "SCATTERED": True, "POINTERS": True, "STORED": 8},
+        ),
+        (problem(groups=Groups(8, "k"), layout="tt"), {"RAGGED": "k", "A_COL": True}),
+        (
+            problem(dtype=E4M3, out=BF16, scales=("row", "tensor")),
+            {"IN_BYTES": 1, "A_SCALE": "row", "B_SCALE": "tensor"},
+        ),
+        (
+            problem(dtype=E4M3, out=BF16, scales=("1x128", "128x128")),
+            {
+                "IN_BYTES": 1, "A_SCALE": "group", "B_SCALE": "block", "A_GROUP": 128,
+                "B_GROUP": 128, "B_OUTER": 128,
+            },
+        ),
+        (with_amax(problem()), {"REDUCE": "max"}),
+    ],
+)  # fmt: skip
+def test_each_property_of_a_problem_is_a_constant(instance: Problem, found: dict[str, Any]) -> None:
+    usual = hopper_config._of_problem(problem())
+    assert usual["RAGGED"] is usual["A_SCALE"] is None
+    assert hopper_config._of_problem(instance) == usual | found
+
+
+@pytest.mark.parametrize(
     ("instance", "reason"),
     [
         (
