@@ -756,6 +756,18 @@ def test_indices_and_weights_are_those_of_a_call() -> None:
     assert drawn(Groups(3, "m"), total=3).ends[-1] == 3
 
 
+@pytest.mark.parametrize("sizes", get_args(ragged_inputs.Sizes))
+def test_indices_and_weights_are_of_the_rows_in_groups(sizes: str) -> None:
+    """Rows are moved and weighted up to the end of the last group, whichever groups are empty."""
+    rows = drawn(EVERYTHING, sizes=sizes)
+    assert rows.out_index is not None
+    assert rows.out_weights is not None
+    end = rows.ends[-1]
+    assert rows.out_weights.isfinite().tolist() == [row < end for row in range(40)]
+    moved = (rows.out_index != torch.arange(40)).nonzero()[:, 0].tolist()
+    assert (moved[-1] if moved else -1) == end - 1
+
+
 @pytest.mark.parametrize(
     ("groups", "whole", "defined"),
     [

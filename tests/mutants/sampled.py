@@ -204,4 +204,9 @@ SAMPLED = [
            "the tangent of a bias for each product is added along its rows",
            ("tests/core/test_skipped_rows.py::"
             "test_the_tangent_of_a_bias_is_that_of_each_group",)),
+    Mutant("sampled-rows-in-groups", "verify/ragged_inputs.py",
+           "used = min(used, ends[-1])", "used = min(used, ends[-2])",
+           "rows of the last group are neither scattered nor weighted in verification",
+           ("tests/core/test_boundaries_verify.py::"
+            "test_indices_and_weights_are_of_the_rows_in_groups",)),
 ]  # fmt: skip
