@@ -182,10 +182,13 @@ class Bench:
         inside: Callable[[], AbstractContextManager[Any]] = nullcontext
         if frozen:  # an option of `torch.compile` has no effect: torch reads this while it traces
             inside = functools.partial(torch._inductor.config.patch, freezing=True)
-        usual, own = (
-            replace(make(torch.compile(model, dynamic=False, options=options)), inside=inside)
-            for options in (tmm_core.inductor_options(), tmm_core.inductor_options())
-        )
+
+        def way() -> Way:
+            options = tmm_core.inductor_options()
+            compiled = torch.compile(model, dynamic=False, options=options)
+            return replace(make(compiled), inside=inside)
+
+        usual, own = way(), way()
         notes: dict[str, Any] = {}
 
         def noted(tail: Any, terms: Any) -> bool:
@@ -310,7 +313,7 @@ def compiled_decode(bench: Bench, batch: int, frozen: bool = False) -> Pair:
     return bench.compiled(of, lambda model: bench.decode(model, of, batch), frozen)
 
 
-#: Compiled with frozen weights: torch, too, then joins weights of one input. The graphs' copies of
+#: With frozen weights. Torch too joins weights that multiply one input. The graphs' copies of
 #: weights are not counted as memory.
 frozen_decode = functools.partial(compiled_decode, frozen=True)
 frozen_prefill = functools.partial(compiled_prefill, frozen=True)
