@@ -46,6 +46,7 @@ from tmm_core.verify import (
     process_state,
     ragged_inputs,
     random_inputs,
+    watched_call,
     ways_of_use,
 )
 from tmm_core.verify.checked_launch import CheckedLauncher
@@ -1070,8 +1071,8 @@ def test_the_sign_of_inf_times_a_number_that_may_be_rounded_to_another_sign_is_f
 )
 def test_what_a_launch_changes_is_named_and_taken_back(name: str, change: Any) -> None:
     before = process_state.State(CPU)
-    assert process_state.watched(lambda: 3, CPU) == (3, [])
-    _, changed = process_state.watched(change, CPU)
+    assert watched_call.watched(lambda: 3, CPU) == (3, [])
+    _, changed = watched_call.watched(change, CPU)
     assert changed == [name]
     assert before.changed() == []
 
@@ -1084,7 +1085,7 @@ def test_what_a_launch_changes_for_itself_and_for_others_is_taken_back() -> None
         torch.set_default_dtype(torch.float64)
         torch.rand(1, dtype=torch.float32)
 
-    _, changed = process_state.watched(change, CPU)
+    _, changed = watched_call.watched(change, CPU)
     assert changed == ["torch's default dtype", "torch's random generator"]
     assert before.changed() == []
 
@@ -1095,13 +1096,13 @@ def test_an_alarm_and_a_hook_are_taken_back() -> None:
     signal.setitimer(signal.ITIMER_VIRTUAL, 1000)
     try:
         before = process_state.State(CPU)
-        assert process_state.watched(lambda: 3, CPU) == (3, [])
+        assert watched_call.watched(lambda: 3, CPU) == (3, [])
 
         def change() -> None:
             register_module_forward_hook(lambda *given: None)
             signal.setitimer(signal.ITIMER_REAL, 1000)
 
-        _, changed = process_state.watched(change, CPU)
+        _, changed = watched_call.watched(change, CPU)
         assert changed == ["the hooks of every module", "the alarms of the process"]
         assert before.changed() == []
         assert signal.getitimer(signal.ITIMER_REAL)[0] == 0.0
@@ -1188,7 +1189,7 @@ def test_a_generator_is_shared_by_all_threads() -> None:
 
 def test_numpys_generator_is_watched_where_numpy_is_imported() -> None:
     numpy = pytest.importorskip("numpy")
-    _, changed = process_state.watched(lambda: numpy.random.rand(), CPU)
+    _, changed = watched_call.watched(lambda: numpy.random.rand(), CPU)
     assert changed == ["NumPy's random generator"]
 
 

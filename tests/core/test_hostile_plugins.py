@@ -36,7 +36,7 @@ from tmm_core.spec.device import fingerprint
 from tmm_core.spec.steps import Steps
 from tmm_core.tuning.stages import Tuning
 from tmm_core.tuning.tuner import Tuner
-from tmm_core.verify import process_state
+from tmm_core.verify import watched_call
 
 A, B = torch.randn(64, 16), torch.randn(16, 32)
 
@@ -679,7 +679,7 @@ def test_binds_of_plugins_take_turns_unless_one_is_slow(
     turn: float, together: bool, others_are_believed: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two that were watched at one time restored each other's changes: a default dtype stayed."""
-    monkeypatch.setattr(process_state, "TURN", turn)
+    monkeypatch.setattr(watched_call, "TURN", turn)
     inside: list[object] = []
     counts: list[int] = []
 

@@ -28,7 +28,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tmm_core.verify import process_state
+from tmm_core.verify import process_state, watched_call
 
 CPU = torch.device("cpu")
 cuda = torch.backends.cuda
@@ -75,7 +75,7 @@ def test_what_another_thread_changes_meanwhile_stays(
             (name,) = state.changed()
             value = process_state.PIECES[name].read()
             state.restore([name])
-            assert run(lambda: process_state.watched(among_others(change), CPU))[1] == []
+            assert run(lambda: watched_call.watched(among_others(change), CPU))[1] == []
             seen = process_state.PIECES[name].read()
         finally:
             state.restore(state.changed())
@@ -96,7 +96,7 @@ def test_a_profiler_of_another_thread_is_no_change_of_a_launch() -> None:
                 pool.submit(left.pop()).result()
 
         try:
-            assert process_state.watched(launch, CPU)[1] == []
+            assert watched_call.watched(launch, CPU)[1] == []
         finally:
             pool.submit(profile.stop).result()
 
@@ -105,7 +105,7 @@ def test_a_slow_launch_is_not_blamed_for_what_another_thread_changes_now_and_the
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It draws random numbers more often than a launch ends, and seldom enough to be missed."""
-    monkeypatch.setattr(process_state, "_IDLE", 1e-3)
+    monkeypatch.setattr(watched_call, "_IDLE", 1e-3)
     ended = threading.Event()
 
     def draw() -> None:
@@ -116,7 +116,7 @@ def test_a_slow_launch_is_not_blamed_for_what_another_thread_changes_now_and_the
         pool.submit(draw)
         try:
             for _ in range(5):
-                assert process_state.watched(lambda: time.sleep(0.1), CPU)[1] == []
+                assert watched_call.watched(lambda: time.sleep(0.1), CPU)[1] == []
         finally:
             ended.set()
 
@@ -132,7 +132,7 @@ def binding_beside(call: Callable[[], Any]) -> tuple[list[str], Any]:
 
     try:
         with ThreadPoolExecutor(1) as pool:
-            bound = pool.submit(process_state.watched, bind, CPU)
+            bound = pool.submit(watched_call.watched, bind, CPU)
             began.wait()
             result = call()
             changed = bound.result()[1]
@@ -145,22 +145,22 @@ def binding_beside(call: Callable[[], Any]) -> tuple[list[str], Any]:
 def test_a_launch_is_not_taken_for_the_bind_of_another_thread() -> None:
     """A kernel is verified at its first use while another one is bound for a tuning in the
     background."""
-    found = binding_beside(lambda: process_state.watched(lambda: time.sleep(0.06), CPU)[1])
+    found = binding_beside(lambda: watched_call.watched(lambda: time.sleep(0.06), CPU)[1])
     assert found == (["torch's default dtype"], [])
 
 
 def test_a_launch_waits_once_for_a_bind_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     """What changes beside it is not taken for its own."""
-    monkeypatch.setattr(process_state, "TURN", 0.01)
+    monkeypatch.setattr(watched_call, "TURN", 0.01)
     left = threading.Event()
 
     def bind() -> None:
         left.wait()
         torch.set_default_dtype(torch.float64)
 
-    turns = process_state._turns
+    turns = watched_call._turns
     with ThreadPoolExecutor(1) as pool:
-        binding = pool.submit(process_state.watched, bind, CPU)
+        binding = pool.submit(watched_call.watched, bind, CPU)
         try:
             while not turns._running:
                 time.sleep(1e-3)
@@ -188,7 +188,7 @@ def test_what_a_launch_changes_beside_the_main_thread_is_named(
 ) -> None:
     monkeypatch.setenv("OF_THE_PROGRAM", "0")
     before = process_state.State(CPU)
-    assert in_another_thread(lambda: process_state.watched(change, CPU)[1]) == [name]
+    assert in_another_thread(lambda: watched_call.watched(change, CPU)[1]) == [name]
     # Numbers may not be drawn twice, whoever drew them.
     assert before.changed() == ([name] if "random generator" in name else [])
 
@@ -200,7 +200,7 @@ def test_random_numbers_are_not_drawn_twice_while_a_launch_is_watched() -> None:
 
     def launches() -> list[list[str]]:
         try:
-            return [process_state.watched(lambda: time.sleep(1e-3), CPU)[1] for _ in range(20)]
+            return [watched_call.watched(lambda: time.sleep(1e-3), CPU)[1] for _ in range(20)]
         finally:
             ended.set()
 
@@ -341,14 +341,14 @@ def test_each_piece_of_state_is_put_back(
     name: str, change: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Whatever a launch changes in its own thread is restored there."""
-    monkeypatch.setattr(process_state, "_IDLE", 4e-3)
+    monkeypatch.setattr(watched_call, "_IDLE", 4e-3)
     monkeypatch.setenv("OF_THE_PROGRAM", "0")
     monkeypatch.chdir(tmp_path)
     assert gc.isenabled()
     before = process_state.State(CPU)
     tracer = sys.gettrace()
     try:
-        _, changed = process_state.watched(change, CPU)
+        _, changed = watched_call.watched(change, CPU)
     finally:
         left = before.changed()
         before.restore(left)
@@ -407,7 +407,7 @@ def test_what_a_launch_changes_once_is_no_change_of_its_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Another thread may have made it, so it stays."""
-    monkeypatch.setattr(process_state, "_IDLE", 4e-3)
+    monkeypatch.setattr(watched_call, "_IDLE", 4e-3)
     monkeypatch.setattr(sys, "path", list(sys.path))
     folders = ["/nowhere"]
 
@@ -415,7 +415,7 @@ def test_what_a_launch_changes_once_is_no_change_of_its_own(
         if folders:
             sys.path.append(folders.pop())
 
-    assert process_state.watched(launch, CPU)[1] == []
+    assert watched_call.watched(launch, CPU)[1] == []
     assert sys.path[-1] == "/nowhere"
 
 
@@ -430,7 +430,7 @@ def test_how_torch_computes_is_taken_back_if_it_changes_once(beside_main: bool) 
             matmul.fp32_precision = left.pop()
 
     def watch() -> Any:
-        return process_state.watched(launch, CPU)
+        return watched_call.watched(launch, CPU)
 
     try:
         found = in_another_thread(watch) if beside_main else watch()
@@ -530,6 +530,6 @@ def test_modes_that_a_launch_left_are_left_before_torch_is_used_again() -> None:
             Raises().__enter__()
         torch._C._set_cudnn_benchmark(not torch._C._get_cudnn_benchmark())
 
-    _, changed = process_state.watched(launch, CPU)
+    _, changed = watched_call.watched(launch, CPU)
     assert changed == ["torch's function modes", "cuDNN's benchmark mode"]
     assert before.changed() == []

@@ -347,7 +347,7 @@ SYSTEMATIC_CORE = [
            "a plugin's config that cannot be read later ends the tuning of all kernels",
            ("tests/core/test_hostile_plugins.py::"
             "test_a_config_that_changes_costs_its_kernel_at_most",)),
-    Mutant("binds-watched-at-once", "verify/process_state.py",
+    Mutant("binds-watched-at-once", "verify/watched_call.py",
            "self._changed.wait_for(lambda: all(each.is_slow for each in self._running), TURN)",
            "pass",
            "a default dtype that a bind set stays, or a launch is blamed for it",
@@ -355,7 +355,7 @@ SYSTEMATIC_CORE = [
             "test_binds_of_plugins_take_turns_unless_one_is_slow",
             "tests/core/test_process_state.py::"
             "test_a_launch_is_not_taken_for_the_bind_of_another_thread")),
-    Mutant("watched-waits-for-the-slow", "verify/process_state.py",
+    Mutant("watched-waits-for-the-slow", "verify/watched_call.py",
            "other.is_slow = True", "pass",
            "every launch waits a second beside a bind that hangs",
            ("tests/core/test_process_state.py::test_a_launch_waits_once_for_a_bind_that_hangs",)),
@@ -364,7 +364,7 @@ SYSTEMATIC_CORE = [
            "a library that a first launch imports allows TF32 for the whole process",
            ("tests/core/test_process_state.py::"
             "test_how_torch_computes_is_taken_back_if_it_changes_once",)),
-    Mutant("watched-slow-launches", "verify/process_state.py",
+    Mutant("watched-slow-launches", "verify/watched_call.py",
            "idle = min(max(_IDLE, time.monotonic() - began), _LONGEST_IDLE)", "idle = _IDLE",
            "a slow launch is blamed for random numbers that another thread draws now and then",
            ("tests/core/test_process_state.py::"

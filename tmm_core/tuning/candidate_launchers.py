@@ -25,7 +25,7 @@ from tmm_core.spec.steps import Steps
 from tmm_core.spec.threads import start_thread
 from tmm_core.tuning.compile_pool import Compilers
 from tmm_core.tuning.first_launch import FirstLaunches
-from tmm_core.verify import process_state
+from tmm_core.verify import watched_call
 from tmm_core.verify.data_sets import default_limit
 from tmm_core.verify.environment_faults import BUDGET_ENDED
 from tmm_core.verify.forms import WrongError
@@ -242,7 +242,7 @@ def _launcher(problem: Problem, candidate: Candidate, device: torch.device) -> L
     bind = functools.partial(kernel.bind, problem, candidate.config)
     if not isinstance(kernel, CheckedKernel) or kernel.source.is_ours:
         return bind()
-    launcher, changed = process_state.watched(bind, device)
+    launcher, changed = watched_call.watched(bind, device)
     if changed:
         raise WrongError(f"bind changed {' and '.join(changed)}")
     return launcher

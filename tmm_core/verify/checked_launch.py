@@ -15,7 +15,7 @@ from tmm_base.guards import suppress
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from tmm_core.spec.launcher import Bound, Launcher
-from tmm_core.verify import compare, process_state
+from tmm_core.verify import compare, watched_call
 from tmm_core.verify.auxiliary_outputs import Outputs
 from tmm_core.verify.data_sets import DataSets, InputSet
 from tmm_core.verify.forms import WrongError
@@ -186,7 +186,7 @@ class CheckedLauncher:
             if repeated or self._baseline:
                 result = launch()
             else:
-                result, changed = process_state.watched(launch, self._data.device)
+                result, changed = watched_call.watched(launch, self._data.device)
                 if changed:
                     raise WrongError(f"it changed {' and '.join(changed)}")
         after = _properties(given) if before else before

@@ -1,4 +1,5 @@
-"""Detects launches that change the state of the process or thread, such as torch's default dtype.
+"""The state of the process and of a thread that a launch may not change, such as torch's default
+dtype.
 
 A launch may change nothing but its output. A kernel that seeds torch's generator or enables TF32
 would change results that have nothing to do with it.
@@ -16,12 +17,10 @@ import random
 import signal
 import sys
 import threading
-import time
 import types
 import warnings
-from collections.abc import Callable, Iterable, Iterator, MutableMapping
-from contextlib import contextmanager
-from typing import Any, Literal, NamedTuple, TypeVar
+from collections.abc import Callable, Iterable, MutableMapping
+from typing import Any, Literal, NamedTuple
 
 import torch
 from tmm_base.guards import suppress
@@ -33,19 +32,8 @@ try:
 except ImportError:  # Windows
     resource = None  # type: ignore[assignment]
 
-T = TypeVar("T")
-
 cuda = torch.backends.cuda
 _matmul = cuda.matmul
-
-#: Seconds for which a thread waits to see whether others change the state: as long as the launch
-#: took, within these limits. Another thread may get no processor for some milliseconds.
-_IDLE, _LONGEST_IDLE = 0.1, 5.0
-#: Seconds between two looks.
-_BETWEEN_LOOKS = 2e-3
-#: Maximum seconds for which a call waits until other threads' watched calls have returned.
-TURN = 1.0
-
 
 #: Who may change a piece of state besides a launch. ``thread``: no other thread. ``main``: the main
 #: thread, since it is how torch computes. ``any``: any thread at any time. ``generator``: likewise,
@@ -468,51 +456,6 @@ ON_CUDA: dict[str, Piece] = {
 }
 
 
-class _Watched:
-    """A call that is being watched."""
-
-    #: Whether another one waited for it in vain; no further one does.
-    is_slow = False
-
-
-class _Turns:
-    """Lets one call be watched at a time: two that restore the process's state undo each other's
-    work, and take the other's changes for their own. A slow call is not waited for."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._running: set[_Watched] = set()
-
-    @contextmanager
-    def turn(self) -> Iterator[None]:
-        """A context in which a call is watched."""
-        own = _Watched()
-        try:
-            with self._changed:
-                self._changed.wait_for(lambda: all(each.is_slow for each in self._running), TURN)
-                for other in self._running:
-                    other.is_slow = True
-                self._running.add(own)
-            yield
-        finally:
-            with self._changed:
-                self._running.discard(own)
-                self._changed.notify_all()
-
-
-_turns = _Turns()
-
-
-def _after_fork() -> None:
-    """Forget calls of the parent process's other threads."""
-    global _turns
-    _turns = _Turns()
-
-
-if hasattr(os, "register_at_fork"):  # absent on Windows
-    os.register_at_fork(after_in_child=_after_fork)
-
-
 class State:
     """The state of this process and thread at one time."""
 
@@ -546,51 +489,3 @@ class State:
         """Whether this thread alone decides about this piece: a library that a launch imports may
         change it once."""
         return self.pieces[name].owner == "main" and not self._beside_main
-
-
-def watched(call: Callable[[], T], device: torch.device) -> tuple[T, list[str]]:
-    """Call a plugin's code, and restore what it changed; returns the result and the names of these
-    pieces.
-
-    Another thread may have changed state that threads share. So a change of shared state counts
-    only if two further calls repeat it, and if it does not happen while this thread waits.
-    Otherwise it is not undone, except for how torch computes, which the main thread decides.
-
-    One call is watched at a time, unless another one takes more than :data:`TURN` seconds.
-    """
-    with _turns.turn():
-        return _watched(call, device)
-
-
-def _watched(call: Callable[[], T], device: torch.device) -> tuple[T, list[str]]:
-    before, began = State(device), time.monotonic()
-    result = call()
-    if not (changed := before.changed()):
-        return result, []
-    idle = min(max(_IDLE, time.monotonic() - began), _LONGEST_IDLE)
-    own = [name for name in changed if before.pieces[name].owner == "thread"]
-    suspects = [name for name in changed if name not in own]
-    for _ in range(2):
-        if not (suspects := _unchanged_while_waiting(suspects, idle, device)):
-            break
-        left = State(device)
-        before.restore(suspects)
-        again = State(device)
-        result = call()
-        confirmed = again.changed()
-        once = [name for name in suspects if name not in confirmed]
-        left.restore(name for name in once if not before.takes_back(name))
-        suspects = [name for name in suspects if name in confirmed]
-    before.restore(suspects)
-    return result, own + suspects
-
-
-def _unchanged_while_waiting(names: list[str], seconds: float, device: torch.device) -> list[str]:
-    """The names of the pieces that no other thread changes within some seconds."""
-    waiting = State(device)
-    end = time.monotonic() + seconds
-    while names and time.monotonic() < end:
-        time.sleep(_BETWEEN_LOOKS)
-        changed = waiting.changed()
-        names = [name for name in names if name not in changed]
-    return names

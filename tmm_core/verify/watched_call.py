@@ -1,0 +1,120 @@
+"""Calls a plugin's code, and finds what it changed in the state of the process or thread.
+
+Other threads change that state as well. Their changes are neither reported nor undone.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+import torch
+
+from tmm_core.verify.process_state import State
+
+T = TypeVar("T")
+
+#: Seconds for which a thread waits to see whether others change the state: as long as the launch
+#: took, within these limits. Another thread may get no processor for some milliseconds.
+_IDLE, _LONGEST_IDLE = 0.1, 5.0
+#: Seconds between two looks.
+_BETWEEN_LOOKS = 2e-3
+#: Maximum seconds for which a call waits until other threads' watched calls have returned.
+TURN = 1.0
+
+
+class _Watched:
+    """A call that is being watched."""
+
+    #: Whether another one waited for it in vain; no further one does.
+    is_slow = False
+
+
+class _Turns:
+    """Lets one call be watched at a time: two that restore the process's state undo each other's
+    work, and take the other's changes for their own. A slow call is not waited for."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._running: set[_Watched] = set()
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """A context in which a call is watched."""
+        own = _Watched()
+        try:
+            with self._changed:
+                self._changed.wait_for(lambda: all(each.is_slow for each in self._running), TURN)
+                for other in self._running:
+                    other.is_slow = True
+                self._running.add(own)
+            yield
+        finally:
+            with self._changed:
+                self._running.discard(own)
+                self._changed.notify_all()
+
+
+_turns = _Turns()
+
+
+def _after_fork() -> None:
+    """Forget calls of the parent process's other threads."""
+    global _turns
+    _turns = _Turns()
+
+
+if hasattr(os, "register_at_fork"):  # absent on Windows
+    os.register_at_fork(after_in_child=_after_fork)
+
+
+def watched(call: Callable[[], T], device: torch.device) -> tuple[T, list[str]]:
+    """Call a plugin's code, and restore what it changed; returns the result and the names of these
+    pieces.
+
+    Another thread may have changed state that threads share. So a change of shared state counts
+    only if two further calls repeat it, and if it does not happen while this thread waits.
+    Otherwise it is not undone, except for how torch computes, which the main thread decides.
+
+    One call is watched at a time, unless another one takes more than :data:`TURN` seconds.
+    """
+    with _turns.turn():
+        return _watched(call, device)
+
+
+def _watched(call: Callable[[], T], device: torch.device) -> tuple[T, list[str]]:
+    before, began = State(device), time.monotonic()
+    result = call()
+    if not (changed := before.changed()):
+        return result, []
+    idle = min(max(_IDLE, time.monotonic() - began), _LONGEST_IDLE)
+    own = [name for name in changed if before.pieces[name].owner == "thread"]
+    suspects = [name for name in changed if name not in own]
+    for _ in range(2):
+        if not (suspects := _unchanged_while_waiting(suspects, idle, device)):
+            break
+        left = State(device)
+        before.restore(suspects)
+        again = State(device)
+        result = call()
+        confirmed = again.changed()
+        once = [name for name in suspects if name not in confirmed]
+        left.restore(name for name in once if not before.takes_back(name))
+        suspects = [name for name in suspects if name in confirmed]
+    before.restore(suspects)
+    return result, own + suspects
+
+
+def _unchanged_while_waiting(names: list[str], seconds: float, device: torch.device) -> list[str]:
+    """The names of the pieces that no other thread changes within some seconds."""
+    waiting = State(device)
+    end = time.monotonic() + seconds
+    while names and time.monotonic() < end:
+        time.sleep(_BETWEEN_LOOKS)
+        changed = waiting.changed()
+        names = [name for name in names if name not in changed]
+    return names
