@@ -89,8 +89,8 @@ class CacheStore:
         self._limiter: SizeLimiter | None = None
         #: Records that this process answers with regardless of the disk, by path.
         self._held: dict[Path, Summary[TuningRecord]] = {}
-        #: The environments of those that could not be written.
-        self._unwritten: dict[Path, Document] = {}
+        #: Records that this process answers with until they can be written, by path.
+        self._unwritten: dict[Path, Summary[TuningRecord]] = {}
 
     def path(self, gpu: str, environment: Document, problem: Document) -> Path:
         """The file in the user's own root where the problem's record is or would be."""
@@ -120,9 +120,9 @@ class CacheStore:
         """
         if self.locked:
             return self._locate_locked(gpu, environment, problem)
-        held = self._held.get(path := self.path(gpu, environment, problem))
-        if held is not None:
-            return held.record, path if os.path.isfile(path) else None
+        path = self.path(gpu, environment, problem)
+        if (kept := self._kept(path)) is not None:
+            return kept.record, path if os.path.isfile(path) else None
         text, key = canonical(problem), (gpu, digest(environment), digest(problem))
         for root in (self.root, *self.layers):
             path = record_path(root, *key)
@@ -146,24 +146,23 @@ class CacheStore:
     def save(self, gpu: str, environment: Document, record: TuningRecord) -> Path | None:
         """Write a record into the user's own root; None if that failed, with a `CacheWarning`.
 
-        A record that could not be written is held in memory, and tried again by later calls of
-        `load`. Raises RecordError for a record that would not read back, never OSError.
+        A record that could not be written answers from memory until a later call of `load` writes
+        it. Raises RecordError for a record that would not read back, never OSError.
         """
         data = record_bytes(record)
-        path = self.path(gpu, environment, record.problem)
-        written = self._written(path, data, environment)
-        if not written or path in self._held:
-            self.hold(gpu, environment, record)
-        if not written:
-            self._unwritten[path] = environment
+        saved = self.summary(gpu, environment, record)
+        if saved.path in self._held:
+            self._held[saved.path] = saved
+        if not self._written(saved.path, data, environment):
+            self._unwritten[saved.path] = saved
             return None
-        self._unwritten.pop(path, None)
+        self._unwritten.pop(saved.path, None)
         if self._limiter is None:
             from tmm_cache.size_limits import SizeLimiter  # not needed for replay
 
             self._limiter = SizeLimiter(self.root)
-        self._limiter.saved(path, len(data), self._held)
-        return path
+        self._limiter.saved(saved.path, len(data), self._held)
+        return saved.path
 
     def _written(self, path: Path, data: bytes, environment: Document) -> bool:
         """Write a record's bytes; False if that failed, with a `CacheWarning`."""
@@ -179,9 +178,9 @@ class CacheStore:
 
     def _write_again(self) -> None:
         """Write the records that could not be written, up to the first that still cannot."""
-        for path, environment in [*self._unwritten.items()]:
-            held = self._held[path]
-            if self.save(held.gpu, environment, held.record) is None:
+        for each in [*self._unwritten.values()]:
+            assert each.environment is not None  # only a file's may be missing
+            if self.save(each.gpu, each.environment, each.record) is None:
                 return
 
     def hold(self, gpu: str, environment: Document, record: TuningRecord) -> None:
@@ -198,30 +197,38 @@ class CacheStore:
     def read(self, path: Path) -> TuningRecord | None:
         """The record of a summary's path; None if its file is gone, or damaged, with a
         `CacheWarning`."""
-        held = self._held.get(path)
-        return held.record if held is not None else read_record(path, warn_of)
+        kept = self._kept(path)
+        return kept.record if kept is not None else read_record(path, warn_of)
 
     def summaries(self, gpu: str | None = None) -> Iterator[Summary[TuningRecord]]:
-        """Every record: those held, then the root's, then each layer's, by path.
+        """Every record: those in memory, then the root's, then each layer's, by path.
 
         Records hidden by a nearer layer are included. Faults are skipped with a warning.
         """
-        held = dict(sorted(self._held.items()))
-        yield from (each for each in held.values() if gpu in (None, each.gpu))
-        yield from self._unheld(partial(summaries, report=warn_of, gpu=gpu), held)
+        kept = self._all_kept()
+        yield from (each for each in kept.values() if gpu in (None, each.gpu))
+        yield from self._on_disk(partial(summaries, report=warn_of, gpu=gpu), kept)
 
     def problems(self) -> Iterator[Summary[Document]]:
         """Like `summaries`, with the problem of each record."""
-        held = dict(sorted(self._held.items()))
-        for each in held.values():
+        kept = self._all_kept()
+        for each in kept.values():
             yield replace(each, record=each.record.problem)  # type: ignore[arg-type, misc]
-        yield from self._unheld(partial(problems, report=warn_of), held)
+        yield from self._on_disk(partial(problems, report=warn_of), kept)
 
-    def _unheld(
-        self, walk: Callable[[Path], Iterator[Summary[R]]], held: Container[Path]
+    def _on_disk(
+        self, walk: Callable[[Path], Iterator[Summary[R]]], kept: Container[Path]
     ) -> Iterator[Summary[R]]:
         for root in (self.root, *self.layers):
-            yield from (each for each in walk(root) if each.path not in held)
+            yield from (each for each in walk(root) if each.path not in kept)
+
+    def _kept(self, path: Path) -> Summary[TuningRecord] | None:
+        """The record that this process keeps in memory for a path."""
+        return self._held.get(path) or self._unwritten.get(path)
+
+    def _all_kept(self) -> dict[Path, Summary[TuningRecord]]:
+        """The records that this process keeps in memory, by path."""
+        return dict(sorted((self._unwritten | self._held).items()))
 
     @contextlib.contextmanager
     def lock(

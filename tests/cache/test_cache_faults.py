@@ -466,8 +466,26 @@ def test_a_record_that_was_written_late_is_not_written_again(
     path = store.save(GPU, ENVIRONMENT, record())
     assert path is not None
     path.unlink()  # as `tmm-cache clear` does
-    assert store.load(GPU, ENVIRONMENT, problem()) == record()  # held
+    assert store.load(GPU, ENVIRONMENT, problem()) is None
     assert not path.exists()
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_a_record_that_was_written_late_answers_until_a_newer_one_is_written(
+    store: CacheStore, monkeypatch: pytest.MonkeyPatch, held: bool
+) -> None:
+    """Another process writes the newer one. A record that is held answers all the same."""
+    with monkeypatch.context() as broken:
+        broken.setattr(store_module, "write_record", _refused)
+        with warned("cannot be written"):
+            assert store.save(GPU, ENVIRONMENT, record(mark="late")) is None
+    if held:
+        store.hold(GPU, ENVIRONMENT, record(mark="late"))
+    assert store.load(GPU, ENVIRONMENT, problem()) == record(mark="late")
+    CacheStore(store.root).save(GPU, ENVIRONMENT, record(mark="newer"))
+    mark = "late" if held else "newer"
+    assert store.load(GPU, ENVIRONMENT, problem()) == record(mark=mark)
+    assert [mark_of(entry.record) for entry in store.summaries()] == [mark]
 
 
 def _refused(*_: Any) -> None:
