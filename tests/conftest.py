@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.metadata
 import importlib.util
 import itertools
@@ -10,7 +9,7 @@ import os
 import random
 import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -115,15 +114,27 @@ def seeded(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(random_inputs, "new_seed", lambda: next(seeds) % 2**32)
 
 
+@pytest.fixture(scope="session")
+def list_plugins() -> Callable[[], list[importlib.metadata.EntryPoint]]:
+    """Lists the plugins of this environment once: it takes 15 ms, in each of thousands of tests."""
+    list_anew, usual_place = registry._installed, where_plugins_are_found()
+    usual = list_anew()
+    return lambda: usual if where_plugins_are_found() == usual_place else list_anew()
+
+
 @pytest.fixture(autouse=True)
-def isolated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def isolated(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    list_plugins: Callable[[], list[importlib.metadata.EntryPoint]],
+) -> Iterator[None]:
     for name in list(os.environ):
         if name.startswith("TMM_"):
             monkeypatch.delenv(name)
     monkeypatch.setenv("TMM_CACHE_DIR", str(tmp_path / "tmm-cache"))
     monkeypatch.setenv("TMM_SHIPPED_RECORDS", "0")
     monkeypatch.setattr(query, "version_of", stated)
-    monkeypatch.setattr(registry, "_installed", installed)
+    monkeypatch.setattr(registry, "_installed", list_plugins)
     forget()
     yield
     forget()
@@ -172,24 +183,9 @@ def stated(kernel: Any, version: str, distribution: str = "") -> str:
     )
 
 
-list_installed = registry._installed
-listed = functools.cache(list_installed)
-
-
 def where_plugins_are_found() -> tuple[Any, ...]:
     """What a test changes that adds plugins."""
     return importlib.metadata.entry_points, *sys.path
-
-
-def pytest_collection_finish() -> None:
-    global USUALLY_FOUND
-    USUALLY_FOUND = where_plugins_are_found()
-
-
-def installed() -> list[importlib.metadata.EntryPoint]:
-    """The plugins of this environment are listed once. It takes 15 ms, in each of thousands of
-    tests."""
-    return listed() if where_plugins_are_found() == USUALLY_FOUND else list_installed()
 
 
 def forget() -> None:
