@@ -1,8 +1,8 @@
 """The epilogues that every installation has, and how callers name them.
 
 Each other module of this package defines an epilogue and its relatives as ``EPILOGUES``, and other
-ways to name them as ``SPELLINGS``. It is discovered automatically: a new epilogue is one file, and
-removing the file removes the epilogue.
+ways to name them as ``SPELLINGS``. Modules are discovered automatically: a new epilogue is one
+file, and removing the file removes the epilogue.
 
 >>> parse("silu").name
 'silu'
@@ -45,7 +45,7 @@ for _module in pkgutil.iter_modules(__path__):
         SPELLINGS.update(getattr(_family, "SPELLINGS", {}))
 #: Epilogues whose name alone is their key.
 BUILTIN = {name: epilogue for name, epilogue in EPILOGUES.items() if epilogue.builtin}
-#: Those that are functions of one number, without parameters.
+#: Names of the elementwise epilogues without parameters.
 ACTIVATIONS = tuple(name for name, epilogue in EPILOGUES.items() if epilogue.activation)
 #: In float64, equivalent formulas differ by some 1e-15; the two gelus by 1e-4.
 TOLERANCE = 1e-12

@@ -21,13 +21,12 @@ from tmm_core.spec.supports import Supports
 
 @dataclass(frozen=True, slots=True)
 class Traits:
-    """A kernel's promises, which are matched with a call's requirements.
+    """A kernel's promises. A kernel serves a call only if it promises what the call requires.
 
     Args:
         deterministic: The same inputs give the same bits in every run.
-        batch_invariant: With one config, a row of the output has the same bits however
-            many rows are computed with it.
-        capture_safe: May be launched under CUDA-graph capture once bound.
+        batch_invariant: With one config, the bits of a row do not depend on the number of rows.
+        capture_safe: Launches may be captured in CUDA graphs once the kernel is bound.
     """
 
     deterministic: bool = True
@@ -36,8 +35,8 @@ class Traits:
 
 
 class _AsRead:
-    """Keeps the fields of a config as they were first read. They are in a slot, since kernels pass
-    ``vars(config)`` on."""
+    """Keeps the fields of a config as they were first read. The slot is not part of
+    ``vars(config)``, which kernels pass on."""
 
     __slots__ = ("as_read",)
 
@@ -47,14 +46,16 @@ class _AsRead:
 
 @dataclass(frozen=True, kw_only=True)
 class Config(_AsRead):
-    """One point of a kernel's search space. Subclass it as a frozen, keyword-only dataclass with
-    fields of type ``int``, ``float``, ``bool`` or ``str``; check bounds in ``__post_init__`` and
-    raise ``ValueError`` for configs that the kernel cannot run."""
+    """One point of a kernel's search space.
+
+    A subclass is a frozen, keyword-only dataclass with fields of type ``int``, ``float``, ``bool``
+    or ``str``. Its ``__post_init__`` raises ``ValueError`` for configs that the kernel cannot run.
+    """
 
     @property
     def assumes(self) -> tuple[str, ...]:
-        """The caller's promises that this config relies on, by the names of settings: it is used
-        only if the caller made them. Empty by default; ``"static_weights"`` is the only one."""
+        """The names of settings by which a caller must have promised what this config relies on.
+        Empty by default. The only such setting is ``"static_weights"``."""
         return ()
 
     def unmet_promises(self, problem: Problem) -> list[str]:
@@ -91,7 +92,7 @@ class Config(_AsRead):
 
 
 def config_text(values: Mapping[str, Any]) -> str:
-    """A config in a line, without the fields whose value is an empty text: they are off.
+    """Return a config as one line. A field with an empty text is off, and is left out.
 
     >>> config_text({"BLOCK_M": 128, "early": "", "FLATTEN": True})
     'BLOCK_M=128 FLATTEN=True'
@@ -103,16 +104,15 @@ C = TypeVar("C", bound=Config)
 
 
 #: Whether :meth:`Kernel.configs` leaves out configs that are unlikely to win, to save tuning time.
-#: An exhaustive search sets it to false; a kernel that limits its search space then yields all
-#: configs.
+#: An exhaustive search sets it to false. Kernels then yield all configs.
 SEARCH_LIMITED: ContextVar[bool] = ContextVar("tmm_search_limited", default=True)
 
 
 class Kernel(abc.ABC, Generic[C]):
-    """One implementation of matmul. Stateless: all state belongs to launchers.
+    """One implementation of matmul. A kernel has no state: all state belongs to launchers.
 
-    Subclasses set ``name`` (unique among all plugins, ``"package.kernel"``), ``supports``,
-    ``config_type`` and ``traits`` and implement the three abstract methods below.
+    Subclasses set ``supports``, ``config_type``, ``traits`` and ``name``, which is unique among all
+    plugins (``"package.kernel"``). They implement the three abstract methods below.
     """
 
     name: ClassVar[str]
@@ -123,63 +123,68 @@ class Kernel(abc.ABC, Generic[C]):
 
     @functools.cached_property
     def version(self) -> str:
-        """A version that changes whenever results or speed may, so that only edited kernels are
-        timed again. The default is a digest of all files of the packages that define the class, its
-        base classes and its config. A version that a class states is combined with that digest. The
-        version of a class in no file is valid only in this process. tmm's own kernels state
-        versions; a test compares them with digests of PTX
-        (``tests/plugins/ptx_digests.json``)."""
+        """A version that changes whenever results or speed may change. Only kernels with a new
+        version are timed again.
+
+        The default is a digest of all files of the packages that define the class, its base classes
+        and its config. A version that a class states is combined with that digest. The version of a
+        class without a file is valid only in this process. tmm's own kernels state their versions.
+        A test compares these versions with digests of PTX (``tests/plugins/ptx_digests.json``).
+        """
         if is_own(type(self)):
             raise TypeError(f"{type(self).__qualname__} states no version")
         return code_version(type(self), self.config_type)
 
     def reasons_against(self, problem: Problem) -> list[str]:
-        """Why this kernel cannot serve ``problem``; empty if it can. The reasons are the fields
-        that ``supports`` does not declare, else what ``declines`` yields. Do not override this
-        method."""
+        """Return the reasons why this kernel cannot serve ``problem``; none if it can.
+
+        The reasons are the problem's fields that ``supports`` does not declare. If it declares all
+        of them, they are the reasons that ``declines`` yields. Do not override this method.
+        """
         return self.supports.reasons_against(problem) or list(self.declines(problem))
 
     def declines(self, problem: Problem) -> Iterable[str]:
-        """Why this kernel cannot serve a problem that ``supports`` admits: reasons for which
-        :class:`Supports` has no field. A kernel declines by yielding a reason, not by raising."""
+        """Yield reasons why this kernel cannot serve a problem that ``supports`` admits, if
+        :class:`Supports` has no field for them. A kernel declines by yielding a reason, not by
+        raising."""
         return ()
 
     @abc.abstractmethod
     def configs(self, problem: Problem) -> Iterable[C]:
-        """The search space, already limited to configs that fit the device."""
+        """Yield the search space: the configs that fit the device."""
 
     @abc.abstractmethod
     def default_config(self, problem: Problem) -> C:
-        """A good config, without measuring."""
+        """Return a good config without measuring."""
 
     @abc.abstractmethod
     def bind(self, problem: Problem, config: C) -> Launcher | Bound:
         """Compile for ``problem`` and return the launcher, optionally as a :class:`Bound`.
 
         Raises:
-            Exception: Any failure; it costs this candidate, not the call.
+            Exception: Any failure. The candidate is then not used; the call still succeeds.
         """
 
     def compile(self, problem: Problem, config: C) -> None:
         """Compile for the device that ``problem`` names, without using a GPU, and store the result
         where :meth:`bind` finds it, such as a disk cache.
 
-        It is called before ``bind``, in another process. That process has no CUDA context, and is
+        The call precedes ``bind``, in another process. That process has no CUDA context, and is
         killed if it takes too long. The default does nothing, and ``bind`` compiles.
 
         Raises:
-            Exception: Any failure; it costs this candidate, which is then not bound.
+            Exception: Any failure. The candidate is then not bound.
         """
 
     def arithmetic(self, problem: Problem, config: C) -> str | None:
-        """The name of the arithmetic that, together with the data, determines the bits of a row.
-        Configs with equal names, of the same or different kernels, give a row the same bits, for
-        any M and on any machine.
+        """Return the name of the arithmetic, which determines the bits of a row from its data.
+        Configs with the same name give a row the same bits, for any M and on any machine. They may
+        belong to different kernels.
 
         In batch-invariant mode one arithmetic serves every M of a weight. If several configs share
         it, each M can use the fastest of them. The default gives each config an arithmetic of its
-        own, named after the kernel, its version and the architecture. ``None``: with this config
-        the bits depend on M, and the mode excludes it.
+        own, named after the kernel, its version and the architecture. ``None``: the bits depend on
+        M, and the mode excludes this config.
         """
         if not self.traits.batch_invariant:
             return None
@@ -188,21 +193,22 @@ class Kernel(abc.ABC, Generic[C]):
         return f"{architecture}-{self.name}@{self.version}({config})"
 
     def estimate_us(self, problem: Problem, config: C) -> float | None:
-        """Expected GPU time in µs. It is compared with other kernels' estimates only if nothing was
-        measured. ``None``: no estimate; the kernel is then never chosen untuned."""
+        """Return the expected GPU time in µs. Estimates of kernels are compared only where nothing
+        was measured. ``None``: no estimate, and the kernel is never chosen untuned."""
         return None
 
     def workspace_bytes(self, problem: Problem, config: C) -> int:
-        """Bytes of scratch memory of the launcher; ties go to the smallest."""
+        """Return the bytes of the launcher's scratch memory. Of equally fast candidates the one
+        with the least wins."""
         return 0
 
     def anatomy(self, problem: Problem, config: C) -> Anatomy | None:
-        """How the work is divided, and the expected times, for ``tmm explain --why``."""
+        """Return how the work is divided, and expected times, for ``tmm explain --why``."""
         return None
 
     def resources(self, problem: Problem, config: C) -> Sequence[Resources]:
-        """The SM resources of each function that :meth:`bind` compiles, for ``tmm explain --why``.
-        Compiles them for the problem's device, which need not be present.
+        """Return the SM resources of each function that :meth:`bind` compiles, for ``tmm explain
+        --why``. Compiles the functions for the problem's device, which need not be present.
 
         Raises:
             Exception: They cannot be determined.
@@ -222,8 +228,8 @@ class Candidate:
 
     @property
     def fields(self) -> dict[str, Any]:
-        """The config's fields. They are read once, where a plugin's kernel gives the config: its
-        method may raise later, or return something else."""
+        """The config's fields, as read when a plugin's kernel gave the config. Its ``to_json`` may
+        raise later, or return something else."""
         found: dict[str, Any] | None = getattr(self.config, "as_read", None)
         return self.config.to_json() if found is None else dict(found)
 
