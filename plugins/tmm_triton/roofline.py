@@ -13,6 +13,10 @@ _FULL_INTENSITY = 128 * 128 / (128 + 128)
 #: Factor on the reach for each operand that has to pass through registers: 4096³ with one odd
 #: leading stride took 2.3 times as long on an H200, with two 4.7 times.
 _UNALIGNED = 0.45
+#: µs in which an SM scales one step's sum of a tile's element and adds it to those of other steps.
+#: On an H200 6e-5 to 2.4e-5 explain the times of tiles of 64×64 to 128×128 with blocks of 128
+#: (``benchmarks/results/h200/scaled_steps.txt``).
+_SCALED_STEP_US = 3.5e-5
 #: µs of latency of loading a tile from memory when every SM does: 0.6–0.8 on an H200.
 _LATENCY = 0.7
 #: Number of concurrent programs per SM above which more of them hide no more latency.
@@ -30,7 +34,8 @@ def times_us(
     """The µs of three components alone, after wave quantisation. A kernel is expected to take the
     longest of them and an empty launch.
 
-    - Arithmetic at ``reach`` of peak, slower if the tile's intensity is too low.
+    - Arithmetic at ``reach`` of peak, slower if the tile's intensity is too low, and what follows
+      each step if scales differ along K.
     - Memory latency along K with ``num_stages - 1`` tiles in flight, or one if an operand passes
       through registers.
     - Moving every byte once. Split-K's partial sums count as traffic, written and read.
@@ -48,7 +53,10 @@ def times_us(
 
     flops = 2 * high * width * config.BLOCK_K * steps
     rate = machine.flops(problem) * reach * min(1, intensity / _FULL_INTENSITY)
-    busy = -(-programs // sms) * flops / rate
+    waves = -(-programs // sms)
+    busy = waves * flops / rate
+    if problem.a.grid or problem.b.grid:
+        busy += waves * steps * high * width * _SCALED_STEP_US
     resident = problem.device.shared_memory // max(config.shared_memory(problem), 1)
     resident = max(1, min(_MOST_RESIDENT, resident))
     waiting = -(-programs // (sms * resident)) * (steps + 1) * _LATENCY / ahead
