@@ -209,4 +209,10 @@ SAMPLED = [
            "rows of the last group are neither scattered nor weighted in verification",
            ("tests/core/test_boundaries_verify.py::"
             "test_indices_and_weights_are_of_the_rows_in_groups",)),
+    Mutant("sampled-scaled-steps", "tmm_triton/roofline.py",
+           "busy += waves * steps * high * width * _SCALED_STEP_US",
+           "busy += waves * high * width * _SCALED_STEP_US",
+           "small steps are expected to scale as fast as large ones",
+           ("tests/plugins/test_boundaries_kernels.py::"
+            "test_scales_along_k_take_time_in_each_step",)),
 ]  # fmt: skip

@@ -159,6 +159,22 @@ def test_partial_sums_are_traffic_from_two_splits_on() -> None:
     assert moving[3] > moving[2] > moving[1]
 
 
+@pytest.mark.parametrize("scaled", ["a", "b", "ab"])
+def test_scales_along_k_take_time_in_each_step(scaled: str) -> None:
+    """Steps of half the length take twice as much of it; scales of whole rows take none."""
+    eight = ask(dtype=torch.float8_e4m3fn, out=Operand(torch.bfloat16))
+
+    def busy(group: int, step: int) -> float:
+        scale = Scale((1, group))
+        problem = replace(eight, **{x: replace(getattr(eight, x), scale=scale) for x in scaled})
+        config = replace(AHEAD, BLOCK_K=step)
+        return times_us(problem, config, splits=1, reach=0.8)["tensor cores"]
+
+    row, long, short = busy(0, 64), busy(128, 64), busy(128, 32)
+    assert row < long < short
+    assert short - row == pytest.approx(2 * (long - row))
+
+
 def test_registers_hold_parts_from_two_parts_on() -> None:
     """With several parts, registers also hold addresses of parts and the sum of earlier parts."""
     problem, tile = ask(), TILE | {"BLOCK_N": 64}
