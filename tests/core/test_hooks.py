@@ -228,6 +228,58 @@ def test_a_plugin_without_a_hash_costs_itself() -> None:
         assert names(r) == ["k"]
 
 
+class Refused(FailingWrapper):
+    """Its wrapper is one, and its other function takes an argument that the hook lacks."""
+
+    @hookimpl
+    def tmm_epilogues(self, device: Any) -> list[Any]:  # type: ignore[override]
+        return [DOUBLE]
+
+
+@pytest.mark.parametrize("release", ["1.5", "1.7"])
+def test_nothing_stays_of_a_plugin_that_is_refused(
+    release: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Releases before 1.7 add the hooks one by one, up to the first that they refuse."""
+    r = Registry()
+    register = r.hooks.manager.register
+
+    def one_by_one(plugin: object, name: str | None = None) -> str | None:
+        if isinstance(plugin, Refused):
+            register(FailingWrapper(), name)
+        return register(plugin, name)
+
+    if release == "1.5":
+        monkeypatch.setattr(r.hooks.manager, "register", one_by_one)
+    with pytest.raises(PluginError, match="cannot be registered"):
+        r.register(Refused(), "p")
+    r.register(plugin(FakeKernel("k")), "p")
+    assert names(r) == ["k"]
+    assert [fault.source.plugin for fault in r.faults()] == ["p"]
+
+
+def test_a_plugin_is_registered_once() -> None:
+    """A second time under its name, or under another, leaves it as it is."""
+    r, calls = Registry(), []
+
+    class Counted:
+        @hookimpl
+        def tmm_kernels(self) -> list[Any]:
+            calls.append(1)
+            return [FakeKernel("k")]
+
+    mine = Counted()
+    r.register(mine, "p")
+    for name in ("p", "q"):
+        with pytest.raises(PluginError, match="cannot be registered: ValueError"):
+            r.register(mine, name)
+    r.register(Wrapper("other"), "wrapper")
+    r.register(plugin(FakeKernel("other"), FakeKernel("l")), "after")
+    assert names(r) == ["k", "l"]
+    assert calls == [1]
+    assert r.hooks.in_order("tmm_kernels", [mine]) == [mine]
+
+
 def test_a_wrapper_may_leave_a_plugin_out() -> None:
     """A wrapper may return fewer results than there are functions; neither plugin is at fault."""
 

@@ -39,16 +39,22 @@ class Hooks:
                 is taken, or it is unhashable.
         """
         hash(plugin)
-        self.manager.register(plugin, name=name)
+        taken = self.manager.has_plugin(name)
+        try:
+            self.manager.register(plugin, name=name)
+        except BaseException:
+            # Pluggy before 1.7 keeps the name, and the hooks before the one that is refused.
+            if not taken and self.manager.has_plugin(name):
+                self.manager.unregister(name=name)
+            raise
         known = " and ".join(HOOKS)
-        found, unknown, hooks = [], [], 0
+        found, hooks = list[str](), dict[str, str]()
         for name in dir(plugin):
             if not name.startswith("tmm_"):
                 continue
             options = self.manager.parse_hookimpl_opts(plugin, name)
             if options is not None:
-                hooks += 1
-                unknown += [name] if (options.get("specname") or name) not in HOOKS else []
+                hooks[name] = options.get("specname") or name
             elif inspect.isroutine(inspect.getattr_static(plugin, name)):
                 found.append(
                     f"its function {name} lacks @tmm_core.hookimpl: nothing calls it; hooks are "
@@ -56,7 +62,7 @@ class Hooks:
                 )
         if not hooks and not found:
             found.append(f"it is no plugin: {shown(plugin)} has no hooks; hooks are {known}")
-        if unknown:
+        if unknown := [name for name, hook in hooks.items() if hook not in HOOKS]:
             found.append(f"implements unknown hooks {unknown}; hooks are {known}")
         return found
 
