@@ -161,6 +161,19 @@ def test_a_format_is_named_as_calls_pass_it(operand: Operand, spelled: str) -> N
     assert operand.spelled == spelled
 
 
+@pytest.mark.parametrize(
+    ("zero", "dtype"),
+    [(True, torch.uint8), (False, None), (None, None), (torch.bfloat16, torch.bfloat16)],
+)
+def test_a_boolean_says_whether_there_are_zero_points_of_the_storage_dtype(
+    zero: Any, dtype: torch.dtype | None
+) -> None:
+    operand = Operand(torch.uint8, "col", format="int4", scale=Scale.parse("row"), zero=zero)
+    assert operand.zero is dtype
+    assert operand.parts == (("scale",) if dtype is None else ("scale", "zero"))
+    assert Operand.from_json(operand.to_json()) == operand
+
+
 def test_operands_are_multiplied_as_the_plain_one_or_as_the_format_says() -> None:
     plain = Operand(BF16)
     for a, b, value, stored in (

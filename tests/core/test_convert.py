@@ -670,6 +670,41 @@ def test_attributes_that_a_forward_reads_are_read_again(
         assert_close(converted(x=x), original(x=x))
 
 
+class Optional(nn.Module):
+    """Has a child, a parameter and a buffer that its forward does without."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1, self.act, self.fc2 = nn.Linear(12, 16), nn.GELU(), nn.Linear(16, 12)
+        self.norm: Any = nn.LayerNorm(16)
+        self.gamma: Any = nn.Parameter(torch.full((16,), 0.5))
+        self.register_buffer("shift", torch.ones(16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        z = self.act(self.fc1(x))
+        if self.norm is not None:
+            z = self.norm(z)
+        if self.gamma is not None:
+            z = z * self.gamma
+        if self.shift is not None:
+            z = z + self.shift
+        return self.fc2(z)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("name", ["norm", "gamma", "shift"])
+def test_what_a_forward_does_without_may_be_removed(name: str, products: list[str]) -> None:
+    converted, original = twins(Optional)
+    x, removed = randn(5, 12), getattr(converted, name)
+    before = original(x)
+    setattr(converted, name, None)
+    setattr(original, name, None)
+    assert_close(converted(x), original(x))
+    assert products == ["", ""]  # its own forward
+    setattr(converted, name, removed)
+    assert_close(converted(x), before)
+    assert products == ["", "", "gelu", ""]
+
+
 class Residual(nn.Module):
     """More than a chain: its input changes in place, and it has a parameter."""
 

@@ -13,11 +13,13 @@ pytest.importorskip("triton")
 
 from tmm_triton.naive import Naive
 from tmm_triton.ragged import Ragged
+from tmm_triton.scaled_step import arguments
 from tmm_triton.split_k import SplitK
 from tmm_triton.tiled import FusedEpilogue, Grouped
 
 from tmm_core import Groups, Operand, Problem, Scale
 from tmm_core.epilogues import parse
+from tmm_core.formats import grids
 from tmm_core.spec.device import DeviceFingerprint, fingerprint, interpreting
 from tmm_core.verify import compare, random_inputs
 
@@ -145,3 +147,53 @@ def test_a_step_lies_inside_a_group() -> None:
             )
             for config in kernel.configs(instance):
                 assert all(group % config.BLOCK_K == 0 for group in groups)
+
+
+#: Products by name: a batch, and the products of groups.
+STACKS: dict[str, dict[str, Any]] = {
+    "one": {}, "a batch": {"batch": 3},
+    "groups of rows": {"groups": Groups(3, "m")}, "groups of columns": {"groups": Groups(3, "n")},
+}  # fmt: skip
+#: The names of strides and blocks in kernels.
+NAMES = {
+    "a_scale": ("stride_as", "A"), "b_scale": ("stride_bs", "B"), "b_zero": ("stride_0", "ZERO"),
+}  # fmt: skip
+
+
+def read_by_kernels(problem: Problem, parts: dict[str, torch.Tensor], part: str) -> torch.Tensor:
+    """The scale or zero point that kernels read for each ``[z, row, k]`` of ``a`` or
+    ``[z, k, column]`` of ``b``."""
+    typed, known = arguments(problem)
+    for name, (_, value) in typed.items():
+        known[name] = parts[value[0]].stride(value[1]) if isinstance(value, tuple) else value
+    stride, block = NAMES[part]
+    sizes = 3, (problem.m if part[0] == "a" else problem.n), problem.k
+    z, outer, k = torch.meshgrid(*map(torch.arange, sizes), indexing="ij")
+    at = z * known[f"{stride}z"]
+    at += outer // known[f"{block}_OUTER"] * known[stride + ("m" if part[0] == "a" else "n")]
+    at += k // known[f"{block}_GROUP"] * known[f"{stride}k"]
+    numbers = parts[part].as_strided((int(at.max()) + 1,), (1,))[at].float()
+    return numbers if part[0] == "a" else numbers.mT
+
+
+@pytest.mark.parametrize("stack", STACKS)
+@pytest.mark.parametrize("part", NAMES)
+def test_a_value_has_the_scale_and_the_zero_point_of_its_block(part: str, stack: str) -> None:
+    for of in OPERANDS:
+        problem = problem_of(of, **STACKS[stack])
+        operand: Operand = getattr(problem, part[0])
+        in_steps = operand.grid or part == "b_zero"
+        if part not in problem.parts or not in_steps:
+            continue
+        if stack == "groups of columns" and operand.block[0] > 1:
+            continue  # kernels decline columns of one block in several groups
+        parts = random_inputs.make(problem, torch.device("cpu"), seed=3).parts
+        numbers = parts[part]
+        numbers.copy_((torch.arange(numbers.numel()) % 127).view(numbers.shape))
+        found = read_by_kernels(problem, parts, part)
+        if operand.block == grids.ROW:  # of groups the parts lack the dimension of K
+            numbers = numbers.reshape(-1, 1, problem.n)
+        expected = grids.combined(
+            torch.add, torch.zeros_like(found), numbers, operand.block, -1 if part[0] == "a" else -2
+        )
+        assert torch.equal(found, expected.expand(found.shape)), of

@@ -250,6 +250,120 @@ def test_tma_stores_whole_rows_of_16_bytes_only(batch: int, residual: Operand | 
     assert stored(problem(m=1, n=1, k=8)) == "out_ptr"
 
 
+#: The values of arguments: a pair stands for a tensor's stride.
+OUT_ROWS = {"out_ptr": "out", "out_stride": ("out", -2)}
+RESIDUAL_ROWS = {"residual_ptr": "residual", "residual_stride_m": ("residual", -2)}
+BATCH = {"BATCH": 2, "a_stride_z": ("a", 0), "b_stride_z": ("b", 0)}
+GROUPS = {"offs_ptr": "offs", "G": 8}
+ROW_GROUPS = GROUPS | {"table_ptr": "workspace", "b_stride_z": ("b", 0)}
+
+
+@pytest.mark.parametrize(
+    ("instance", "field", "found"),
+    [
+        (problem(scaled=True), {}, {"alpha": "alpha"}),
+        (problem(bias=BF16), {}, {"bias_ptr": "bias", "bias_stride": ("bias", -1)}),
+        (problem(residual=Operand(FP32)), {}, RESIDUAL_ROWS),
+        (
+            problem(residual=Operand(BF16, "strided")),
+            {},
+            RESIDUAL_ROWS | {"residual_stride_n": ("residual", -1)},
+        ),
+        (problem(out=Operand(BF16, aligned=False)), {}, OUT_ROWS),
+        (problem(batch=2), {}, BATCH),
+        (
+            problem(batch=2, out=Operand(BF16, aligned=False), residual=Operand(FP32)),
+            {},
+            BATCH | OUT_ROWS | RESIDUAL_ROWS
+            | {"out_stride_z": ("out", 0), "residual_stride_z": ("residual", 0)},
+        ),
+        (problem(groups=Groups(8, "k"), layout="tn"), {}, GROUPS),
+        (problem(groups=Groups(8, "m")), {}, ROW_GROUPS),
+        (
+            problem(groups=Groups(8, "m"), bias=BF16),
+            {},
+            ROW_GROUPS | {
+                "bias_ptr": "bias", "bias_stride": ("bias", -1),
+                "bias_stride_z": ("bias", 0),
+            },
+        ),
+        (problem(groups=Groups(8, "m", zeroed=True)), {}, ROW_GROUPS | OUT_ROWS),
+        (
+            problem(groups=Groups(8, "m", out_index=torch.int64, out_weights=FP32)),
+            {},
+            ROW_GROUPS | OUT_ROWS
+            | {"out_index_ptr": "out_index", "out_weights_ptr": "out_weights"},
+        ),
+        (
+            problem(128, b=Operand(BF16, "row", aligned=False)),
+            {},
+            {"words_ptr": "b", "words_stride": ("b", -2)},
+        ),
+        (
+            problem(n=64, a=Operand(BF16, "col", aligned=False)),
+            {"BLOCK_M": 64, "consumers": 1},
+            {"words_ptr": "a", "words_stride": ("a", -1)},
+        ),
+        (problem(), {"early": "l2"}, {"ahead_ptr": "b", "ahead_stride": ("b", -1)}),
+        (problem(layout="nn"), {"early": "l2"}, {"ahead_ptr": "b", "ahead_stride": ("b", -2)}),
+        (problem(), {"early": "wait"}, {}),
+        (
+            problem(),  # 512 tiles, 116 of them in a fourth wave
+            {"tail_splits": 2},
+            {"parts_ptr": "workspace", "flags_ptr": operands.Zeros(2 * 132), "TAIL": 116},
+        ),
+        (
+            with_amax(problem(300)),
+            {},
+            {"port_ptr": "workspace", "port_at": 0, "port_stride": 300},
+        ),
+    ],
+)  # fmt: skip
+def test_each_property_has_its_arguments(
+    instance: Problem, field: dict[str, Any], found: dict[str, Any]
+) -> None:
+    """Descriptors aside, whose names the properties do not change."""
+    usual = {"M": instance.m, "N": instance.n, "K": instance.k, "GROUP_M": CONFIG.GROUP_M}
+    given = KERNEL.specialize(instance, dataclasses.replace(CONFIG, **field)).values
+    numbers = {name: value for name, value in given.items() if not name.endswith("_desc")}
+    assert numbers == usual | found
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "wide", "bits"),
+    [
+        (2, 4092, False, (32, 32)),
+        (2, 4092, True, (64, 64)),
+        (1, 4092, False, (64, 64)),
+        (1, 4092, True, (64, 64)),
+        (2, 1, False, (32, 64)),
+    ],
+)
+def test_strides_have_64_bits_where_32_may_not_hold_them(
+    m: int, n: int, wide: bool, bits: tuple[int, int]
+) -> None:
+    """The only row may have any stride, although no offset is large."""
+    rows = Operand(BF16, aligned=False, wide=wide)
+    types = KERNEL.specialize(problem(m, n, out=rows, residual=rows), CONFIG).types
+    assert (types["out_stride"], types["residual_stride_m"]) == tuple(f"i{each}" for each in bits)
+
+
+def test_what_is_promised_to_be_divisible_is() -> None:
+    """Then fp32 residuals are loaded 16 bytes at a time, and 16 values of 8 bits are stored at
+    once."""
+    amax = Port("amax", "group", group=64, **ABSOLUTE)  # type: ignore[arg-type]
+    grouped = dataclasses.replace(problem().epilogue, outputs=(amax,))
+    for n, batch, aligned in itertools.product(range(4080, 4097), (1, 2), (True, False)):
+        instance = problem(n=n, batch=batch, residual=Operand(FP32, aligned=aligned))
+        promised = {"N": 8, "residual_ptr": 16, "residual_stride_m": 4}
+        promised |= {"residual_stride_z": 4} if batch > 1 else {}
+        promised = promised if aligned and n % 8 == 0 else {}
+        assert KERNEL.specialize(instance, CONFIG).divisible == promised
+        outputs = dataclasses.replace(instance, residual=None, epilogue=grouped)
+        promised = {"N": 16, "port_ptr": 16} if n % 16 == 0 else {}
+        assert KERNEL.specialize(outputs, CONFIG).divisible == promised
+
+
 @pytest.mark.parametrize("scales", [("row", "row"), ("tensor", "tensor")], ids=str)
 def test_partial_sums_are_scaled_once(scales: Any) -> None:
     """The kernel that adds the partial sums applies the scales."""
@@ -260,6 +374,8 @@ def test_partial_sums_are_scaled_once(scales: Any) -> None:
     )
     assert len(whole) == 1
     main, reducing = cut
+    assert whole[0].values["c_desc"].tensor == "out"
+    assert main.values["c_desc"].tensor == "workspace"
     for name in ("a_scale_ptr", "b_scale_ptr"):
         assert name in whole[0].types
         assert name not in main.types

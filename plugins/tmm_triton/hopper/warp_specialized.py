@@ -338,13 +338,11 @@ class WarpSpecialized(Built[WarpSpecializedConfig]):
         if c.STORED > 1 or (c.ZEROED and not c.POINTERS):
             # Scattered rows and zeros are stored 16 bytes at a time.
             step = ALIGNMENT // problem.out.dtype.itemsize
-            whole = max(step, divisible.get("N", 1))
+            whole = max(step, divisible.get("N", step))
             divisible |= {"out_ptr": ALIGNMENT, "out_stride": step, "N": whole}
         if problem.scaled:
             arguments["alpha"] = ("fp32", "alpha")
-        arguments |= parts(problem)
-        if c.stepped:
-            arguments |= scaled_step.arguments(problem)[0]
+        arguments |= parts(problem) | scaled_step.arguments(problem)[0]
         options = {
             "num_warps": config.num_warps,
             "launch_pdl": c.overlaps,
