@@ -1020,10 +1020,19 @@ def test_a_program_is_started_again_only_if_it_is_python(monkeypatch: pytest.Mon
 def test_so_many_kernels_compile_at_one_time(
     cores: int | None, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.delattr(os, "sched_getaffinity", raising=False)
     monkeypatch.setattr(os, "cpu_count", lambda: cores)
     assert compile_pool.compiling_threads() == threads
     assert Compilers().workers == threads + compile_pool._SPARE
     assert Compilers(workers=1).workers == 1
+
+
+def test_a_process_compiles_on_the_cpus_that_it_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    for may_use, threads in (({7}, 1), ({0, 5}, 2), (set(range(40)), 16)):
+        of_process = {0: may_use}
+        monkeypatch.setattr(os, "sched_getaffinity", of_process.__getitem__, raising=False)
+        assert compile_pool.compiling_threads() == threads
 
 
 def test_a_removed_folder_is_the_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

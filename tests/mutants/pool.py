@@ -34,6 +34,17 @@ POOL = [
         (f"{COMPILERS}::test_what_hangs_keeps_no_other_kernel_waiting",),
     ),
     Mutant(
+        "pool-all-cpus",
+        "tuning/compile_pool.py",
+        "return min(16, len(os.sched_getaffinity(0)))",
+        "return min(16, os.cpu_count() or 1)",
+        "a process that may use two CPUs of many starts 18 compilers",
+        (
+            "tests/core/test_boundaries_pool.py::"
+            "test_a_process_compiles_on_the_cpus_that_it_may_use",
+        ),
+    ),
+    Mutant(
         "pool-other-plugins",
         "tuning/compile_pool.py",
         'environ["PYTHONPATH"] = os.pathsep.join(self.circumstances[0])',

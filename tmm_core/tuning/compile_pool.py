@@ -69,7 +69,10 @@ _NOT_PASSED = ("PYTHONINSPECT", "PYTHONSTARTUP", "PYTHONWARNINGS", "PYTHONVERBOS
 
 
 def compiling_threads() -> int:
-    """Kernels that are compiled at one time: the number of cores, at most 16."""
+    """Kernels that are compiled at one time: one for each CPU that this process may use, at most
+    16. ``taskset``, Slurm and ``docker --cpuset-cpus`` leave a process few of a machine's CPUs."""
+    if hasattr(os, "sched_getaffinity"):  # absent on macOS and Windows
+        return min(16, len(os.sched_getaffinity(0)))
     return min(16, os.cpu_count() or 1)
 
 
