@@ -100,6 +100,17 @@ def _entries(of: Callable[[], MutableMapping[str, Any]]) -> Piece:
     return Piece(read, write)
 
 
+def _together(pieces: list[Piece], owner: Owner = "any") -> Piece:
+    """Several pieces under one name."""
+
+    def write(values: tuple[Any, ...]) -> None:
+        for piece, value in zip(pieces, values, strict=True):
+            if piece.write is not None and piece.read() != value:
+                piece.write(value)
+
+    return Piece(lambda: tuple(piece.read() for piece in pieces), write, owner)
+
+
 _SIGNALS = [
     getattr(signal, name)
     for name in ("SIGINT", "SIGTERM", "SIGALRM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGCHLD")
@@ -118,12 +129,6 @@ _LITTLE = 1e-30
 
 def _rounding() -> tuple[bool, ...]:
     return 1 + _LITTLE == 1, -1 - _LITTLE == -1, 1 - _LITTLE == 1
-
-
-def _set_attention(values: tuple[bool, ...]) -> None:
-    cuda.enable_flash_sdp(values[0])
-    cuda.enable_mem_efficient_sdp(values[1])
-    cuda.enable_math_sdp(values[2])
 
 
 def _handlers() -> dict[int, Any]:
@@ -247,33 +252,22 @@ def _modules(name: str, *functions: str) -> Piece:
     return Piece(value, restore)
 
 
-def _hooks_of_modules() -> Any:
-    """The functions that torch calls around the forward of every module."""
-    return [dict(hooks) for hooks in _EVERY_MODULES]
+def _hooks_of_modules(name: str) -> Piece:
+    """Functions that torch calls around the forward or backward of every module."""
+    hooks: Any = private(f"torch.nn.modules.module._global_{name}_hooks", {})
+    return _entries(lambda: hooks)
 
 
-def _set_hooks_of_modules(before: Any) -> None:
-    for hooks, found in zip(_EVERY_MODULES, before, strict=True):
-        hooks.clear()
-        hooks.update(found)
-
-
-_EVERY_MODULES: list[Any] = [
-    private(f"torch.nn.modules.module._global_{name}_hooks", {})
-    for name in ("forward", "forward_pre", "backward")
-]
 #: The alarms that the system counts down for the process; Windows has none.
 _ALARMS = [getattr(signal, n) for n in ("ITIMER_REAL", "ITIMER_VIRTUAL") if hasattr(signal, n)]
 
 
-def _alarms() -> list[bool]:
-    return [signal.getitimer(alarm)[0] > 0 for alarm in _ALARMS]
-
-
-def _stop_alarms(running: list[bool]) -> None:
-    for alarm, before in zip(_ALARMS, running, strict=True):
-        if not before:
-            signal.setitimer(alarm, 0)
+def _alarm(alarm: Any) -> Piece:
+    """Whether an alarm is set. An alarm that has gone off is not set again."""
+    return Piece(
+        lambda: signal.getitimer(alarm)[0] > 0,
+        lambda before: before or signal.setitimer(alarm, 0),
+    )
 
 
 def _generator(module: Any) -> Piece:
@@ -321,7 +315,9 @@ PIECES: dict[str, Piece] = {
     "the forward mode of derivatives": _switch(
         "_is_fwd_grad_enabled", "_set_fwd_grad_enabled", "thread"
     ),
-    "the hooks of every module": Piece(_hooks_of_modules, _set_hooks_of_modules),
+    "the hooks of every module": _together(
+        [_hooks_of_modules(name) for name in ("forward", "forward_pre", "backward")]
+    ),
     "torch's deterministic mode": Piece(
         lambda: (
             torch.are_deterministic_algorithms_enabled(),
@@ -359,13 +355,12 @@ PIECES: dict[str, Piece] = {
     "the fp32 precision of oneDNN": _attribute(
         getattr(torch.backends.mkldnn, "matmul", None), "fp32_precision", "main"
     ),
-    "the backends of attention": Piece(
-        lambda: (
-            cuda.flash_sdp_enabled(),
-            cuda.mem_efficient_sdp_enabled(),
-            cuda.math_sdp_enabled(),
-        ),
-        _set_attention,
+    "the backends of attention": _together(
+        [
+            Piece(cuda.flash_sdp_enabled, cuda.enable_flash_sdp),
+            Piece(cuda.mem_efficient_sdp_enabled, cuda.enable_mem_efficient_sdp),
+            Piece(cuda.math_sdp_enabled, cuda.enable_math_sdp),
+        ],
         "main",
     ),
     "the autocast cache": Piece(
@@ -398,7 +393,7 @@ PIECES: dict[str, Piece] = {
     "functions of Python": _attributes(lambda: [(builtins, n) for n in ("__import__", "open")]),
     "the limit of digits": _modules("sys", "get_int_max_str_digits", "set_int_max_str_digits"),
     "how libraries are loaded": _modules("sys", "getdlopenflags", "setdlopenflags"),
-    "the alarms of the process": Piece(_alarms, _stop_alarms),
+    "the alarms of the process": _together([_alarm(each) for each in _ALARMS]),
     "functions of torch": _attributes(lambda: _REPLACED),
     "how torch prints": _entries(lambda: vars(_printing)),
     "how often torch warns": Piece(torch.is_warn_always_enabled, torch.set_warn_always),
