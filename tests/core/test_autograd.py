@@ -973,11 +973,12 @@ PRODUCTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "own derivative": lambda a, b: tmm_core.linear(a, b, epilogue=CUBE),
     "groups": lambda a, b: tmm_core.grouped_matmul(a, b.t().expand(2, -1, -1), offs=GROUPS),
     "recorded": lambda a, _: tmm_core.linear(a, LEARNS),
+    "gate and up": lambda a, b: torch.ops.tmm.gated_linear(a, b, b, None, None, "swiglu"),
 }
 
 
 @pytest.mark.parametrize("name", PRODUCTS)
-@pytest.mark.slow(quick=4)
+@pytest.mark.slow(quick=3)
 def test_tangents_inside_a_graph(name: str) -> None:
     """A graph enters forward mode without changing the level that Python knows."""
     product = PRODUCTS[name]

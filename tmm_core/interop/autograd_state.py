@@ -47,6 +47,11 @@ def transformed(*tensors: Tensor | None) -> bool:
 _levels_were_traced = False
 
 
+def may_be_differentiated() -> bool:
+    """Whether derivatives of some tensors may be needed. This costs less than a query of tensors."""
+    return torch.is_grad_enabled() or transformed() or _levels_were_traced
+
+
 def has_tangent(t: Tensor | None) -> bool:
     if t is None or compat.is_batched(t):  # torch has no rule that unpacks a batch of gradients
         return False

@@ -51,7 +51,7 @@ def _differentiated(operator: Callable[..., Any], apart: Callable[..., Any]) -> 
     """The rule of an operator for torch's Autograd key."""
 
     def rule(*given: Any) -> Any:
-        if torch.is_grad_enabled() or autograd_state.transformed():
+        if autograd_state.may_be_differentiated():
             listed = (each if isinstance(each, list) else [each] for each in given)
             tensors = [t for each in listed for t in each if isinstance(t, torch.Tensor)]
             if autograd_state.differentiated(*tensors):
