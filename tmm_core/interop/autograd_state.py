@@ -48,7 +48,7 @@ _levels_were_traced = False
 
 
 def may_be_differentiated() -> bool:
-    """Whether derivatives of some tensors may be needed. This costs less than a query of tensors."""
+    """Whether derivatives of some tensors may be needed. It costs less than a query of tensors."""
     return torch.is_grad_enabled() or transformed() or _levels_were_traced
 
 
