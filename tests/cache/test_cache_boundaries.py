@@ -304,6 +304,16 @@ def test_a_folder_that_cannot_be_listed_is_one_fault(
     assert [(fault.path, fault.of_folder) for fault in faults] == [(lost, True)]
 
 
+def test_a_folder_that_is_gone_is_no_fault(store: CacheStore) -> None:
+    """Another process may remove it after it was listed; a link may name none."""
+    store.save(GPU, ENVIRONMENT, record())
+    gone = store.path("nvidia-a100", ENVIRONMENT, problem()).parent.parent
+    gone.symlink_to(store.root / "nowhere")
+    faults: list[files.Fault] = []
+    assert len([*scan.summaries(store.root, faults.append)]) == 1
+    assert faults == []
+
+
 def test_records_of_two_gpus_have_two_keys(store: CacheStore) -> None:
     for gpu in (GPU, "nvidia-a100"):
         store.save(gpu, ENVIRONMENT, record())

@@ -329,6 +329,9 @@ def test_help_names_every_command(capsys: Captured) -> None:
     for name in ("show", "clear", "verify", "export", "import", "freeze"):
         assert f"\n    {name} " in text
         assert main([name, "--help"]) == 0
+    capsys.readouterr()
+    assert main(["verify", "--help"]) == 0
+    assert "\nRead every file and print each fault.\n" in capsys.readouterr().out
 
 
 def test_without_a_command_there_is_help(capsys: Captured) -> None:

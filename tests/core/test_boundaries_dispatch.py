@@ -4,6 +4,7 @@ sizes of chains, and the range of timed sizes."""
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
@@ -1087,7 +1088,9 @@ def test_a_preload_lists_records_and_runs_blas_on_the_current_gpu(
     """A preload ignores faults: the first tuning meets and reports them."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    monkeypatch.setattr(deferring, "gc", SimpleNamespace(collect=list, freeze=list))
+    done: list[str] = []
+    steps = {name: functools.partial(done.append, name) for name in ("collect", "freeze")}
+    monkeypatch.setattr(deferring, "gc", SimpleNamespace(**steps))
     d, _ = dispatcher(FakeBlas(), root=tmp_path)
     tuner = d.tuner = Preparing()  # type: ignore[assignment]
     d.preload()
@@ -1095,6 +1098,7 @@ def test_a_preload_lists_records_and_runs_blas_on_the_current_gpu(
     assert "background" in d.__dict__
     on = [(d.registry.kernel("blas"), torch.device("cuda", 1))]
     assert tuner.preloaded == (on if cuda else [])  # type: ignore[comparison-overlap]
+    assert done == ["collect", "freeze"]  # no garbage is kept
 
 
 @pytest.mark.parametrize(

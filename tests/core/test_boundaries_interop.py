@@ -29,8 +29,10 @@ from tmm_core.interop import (
     grouped_operator,
     row_quantization,
 )
+from tmm_core.interop.declaration import cast_first
 from tmm_core.interop.fallbacks import needs_fallback
 from tmm_core.interop.tails import PRODUCTS, Tail, pairs, tails, terms_of
+from tmm_core.spec.arguments import Arguments, GroupedArguments
 
 Tensor = torch.Tensor
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -550,6 +552,23 @@ def test_flops_of_groups_are_of_the_rows_that_are_multiplied() -> None:
 
 
 # -- autocast and other operands ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [Arguments, GroupedArguments])
+def test_autocast_changes_the_dtype_of_floats_alone(kind: Any) -> None:
+    """A call that is checked before torch casts it keeps all other arguments."""
+    floats = {name: torch.zeros(8, 8) for name in ("a", "bias", "residual")}
+    others = {name: torch.zeros(8, dtype=torch.int32) for name in kind._fields}
+    others |= {"b": torch.zeros(8, 8, dtype=torch.int8), "formats": ",int8"}
+    call = kind(**(others | floats))
+    assert cast_first(lambda taken: taken, call) is call
+    with torch.autocast("cpu", dtype=BF16):
+        taken = cast_first(lambda taken: taken, call)
+    for name in kind._fields:
+        if name in floats:
+            assert getattr(taken, name).dtype is BF16
+        else:
+            assert getattr(taken, name) is getattr(call, name), name
 
 
 def test_autocast_leaves_fp64_and_8_bits_as_they_are() -> None:

@@ -7,6 +7,7 @@ import importlib.metadata
 import json
 import os
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,18 @@ def test_the_version_is_that_of_the_distribution(capsys: pytest.CaptureFixture[s
     assert importlib.metadata.version("tmm-core") == tmm_core.__version__
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"tmm {tmm_core.__version__}\n"
+
+
+@pytest.mark.parametrize("argv", [None, ["doctor", "--json"]])
+def test_a_command_knows_its_arguments(
+    argv: list[str] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that it is given, or the process's: a benchmark notes them."""
+    found: list[list[str]] = []
+    monkeypatch.setattr(sys, "argv", ["tmm", "doctor"])
+    monkeypatch.setattr(doctor, "run", lambda options: found.append(options.argv) or 0)
+    assert main(argv) == 0
+    assert found == [argv or ["doctor"]]
 
 
 def test_without_a_command_there_is_help(capsys: pytest.CaptureFixture[str]) -> None:

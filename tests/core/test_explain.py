@@ -74,6 +74,7 @@ def test_why(capsys: pytest.CaptureFixture[str], shipped: None) -> None:
     more = found["changes"][0]
     assert more["fields"] == {"num_stages": config["num_stages"] + 1}
     text = printed(capsys, *argv)
+    assert text.startswith("problem    4096×4096×4096 bfloat16 nn\ngpu        NVIDIA H200\n")
     assert f"measured {found['measured_us']:.4g}" in text
     assert f"num_stages={config['num_stages'] + 1}: " in text
     if found["resources"] is None:  # interpreted

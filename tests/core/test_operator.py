@@ -178,6 +178,20 @@ def test_sizes_known_at_run_time_broadcast(shape: Any) -> None:
         torch.testing.assert_close(got, right)
 
 
+def test_a_graph_follows_the_closure_variables_of_its_epilogue() -> None:
+    most = 1.0
+
+    def clipped(z: torch.Tensor) -> torch.Tensor:
+        return z.clamp(max=most)
+
+    own = Epilogue("clipped", clipped)
+    ones = torch.ones(2, 2)
+    torch._dynamo.reset()  # of this code
+    call = torch.compile(lambda: tmm_core.matmul(ones, ones, epilogue=own), backend="eager")
+    for most in (1.0, 0.5, 1.0):
+        assert torch.equal(call(), most * ones)
+
+
 def test_compiled_transforms() -> None:
     a, b = randn(3, 4), randn(4, 5)
 

@@ -403,6 +403,25 @@ def test_a_piece_is_of_one_thread_if_no_other_thread_can_change_it(
     assert piece.read() == before
 
 
+@pytest.mark.parametrize(("changes", "calls"), [(0, 1), (1, 2), (2, 3), (9, 3)])
+def test_a_launch_is_repeated_until_its_change_is_its_own(
+    changes: int, calls: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is, if two further calls repeat it."""
+    monkeypatch.setattr(watched_call, "_IDLE", 4e-3)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    made: list[int] = []
+
+    def launch() -> int:
+        made.append(len(made) + 1)
+        sys.path.extend(["/nowhere"] * (made[-1] <= changes))
+        return made[-1]
+
+    result, changed = watched_call.watched(launch, CPU)
+    assert len(made) == result == calls
+    assert bool(changed) is (changes > 2)
+
+
 def test_what_a_launch_changes_once_is_no_change_of_its_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from tmm_blas import blas, cublaslt_blocks, grouped_mm
+from tmm_blas import blas, cublaslt_blocks, dequantized, grouped_mm
 from tmm_blas.blas import Blas, BlasConfig
 
 import tmm_core
@@ -27,6 +27,7 @@ ROW, COL = Operand(BF16), Operand(BF16, "col")
 LAYER = Problem(64, 4096, 4096, ROW, COL, ROW, H100)
 EIGHT = replace(LAYER, a=Operand(E4M3), b=Operand(E4M3, "col"))
 GROUPED = replace(LAYER, groups=Groups(8, "m"))
+INDEXED = Groups(8, "m", a_index=torch.int64)
 INT8 = Operand(torch.int8, "col", format="int8", scale=Scale.parse("row"))
 
 
@@ -108,6 +109,10 @@ def test_the_8_bit_product_of_torch_has_its_own_limits(change: dict[str, Any], t
         ({"groups": Groups(8, "k"), "a": COL, "b": COL}, "groups start at multiples"),
         ({"groups": Groups(8, "k"), "a": ROW, "b": ROW}, "groups start at multiples"),
         ({"a": replace(ROW, aligned=False)}, "aligned to 16 bytes"), ({"k": 0}, "dimension is 0"),
+        # Rows that an index names are copied, row-major and one behind the other.
+        ({"groups": INDEXED, "a": replace(COL, aligned=False)}, ""),
+        ({"groups": INDEXED, "k": 4100}, "aligned to 16 bytes"),
+        ({"groups": INDEXED, "k": 4100, "m": 1}, ""),
     ],
 )  # fmt: skip
 def test_the_grouped_product_of_torch_has_its_own_limits(
@@ -453,3 +458,13 @@ def test_a_scale_that_is_absent_is_one_on_the_operands_device(device: str) -> No
     whole = grouped_mm._filled(own[:1, :1], (2, 3), own.device)
     assert whole.is_contiguous()
     assert whole.shape == (2, 3)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1), (1, 1, 1), (2, 1), (1, 3), (4, 2, 1)])
+def test_a_product_keeps_its_shape_when_it_is_scaled(shape: tuple[int, ...]) -> None:
+    """A scale of one number may have more dimensions than the product."""
+    z = torch.randn(4, 2, 3) if len(shape) == 3 and shape[0] > 1 else torch.randn(2, 3)
+    scale = torch.rand(shape)
+    found = dequantized.rescaled(z, scale)
+    assert torch.equal(found, z * scale.expand(z.shape) if scale.numel() > 1 else z * scale.item())
+    assert found.shape == z.shape

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ pytest.importorskip("triton")
 
 from test_skinny import DECODE
 from test_triton_kernels import KERNELS, TILE, TOLERANCE, ask, interpreted, problem_of, run
-from tmm_triton import flags, reduction_order, tile_anatomy
+from tmm_triton import flags, plugin, reduction_order, tile_anatomy
 from tmm_triton.flags import Counters
 from tmm_triton.gathered import Gathered, gathered
 from tmm_triton.hopper.config import Constants
@@ -69,6 +70,21 @@ class Fences:
             near = (touched > start - far) & (touched < end + far)
             if (near & ((touched < start) | (touched + size > end))).any():
                 self.stray.append(kind)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_no_kernel_has_more_programs_than_tiles(batch: int) -> None:
+    """A persistent kernel has fewer."""
+    instance, seen = ask(300, 2664, 640, batch=batch), set()
+    for kernel in map(plugin.load, plugin.KERNELS):
+        reasons = [each for each in kernel.reasons_against(instance) if "driver" not in each]
+        for config in [] if reasons else [*kernel.configs(instance)][:4]:
+            programs = math.prod(kernel.builds(instance, config)[0].grid)
+            tiles = kernel.anatomy(instance, config).tiles
+            persistent = kernel.name in ("triton.persistent", "triton.warp_specialized")
+            assert programs <= tiles if persistent else programs == tiles, (kernel.name, config)
+            seen.add(kernel.name)
+    assert {"triton.naive", "triton.grouped", "triton.split_k", "triton.persistent"} <= seen
 
 
 @interpreted

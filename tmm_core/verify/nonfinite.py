@@ -282,8 +282,8 @@ def marks(problem: Problem, z: torch.Tensor, y: torch.Tensor) -> tuple[torch.Ten
         gate, up = problem.epilogue.inputs(small)
         unsigned = y.isinf() & (gate | up)
     found = problem.epilogue.apply(z).isnan()
-    if z.is_floating_point():  # torch's own functions may differ between dtypes
-        found |= problem.epilogue.apply(z.to(problem.out.dtype)).isnan()
+    # Torch's own functions may differ between dtypes.
+    found |= problem.epilogue.apply(z.to(problem.out.dtype)).isnan()
     free = (found & ~undefined) | unsigned
     if y.is_floating_point():
         free |= y.isfinite() & (y.abs() > 0.98 * torch.finfo(problem.out.dtype).max)
