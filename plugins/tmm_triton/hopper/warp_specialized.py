@@ -63,63 +63,45 @@ different sizes are scheduled and described by :mod:`tmm_triton.ragged_tiles`.
 Sums of 8-bit floats are added in fp32 after each k-step, since the tensor cores keep some 14 bits.
 Scales of blocks along K multiply them there; other scales multiply the finished tile.
 
-This module has the launch. In this folder, ``hopper_kernel`` sets a block up. ``producer``,
-``consumer`` and ``tile_epilogue`` are the roles of its warps, and ``step_scales`` has the scales of
-blocks. ``scheduler`` orders the tiles, ``tile_shapes`` counts them, and ``operand_layout`` says how
-operands are accessed. ``config`` defines a config, ``search_space`` lists the configs that are
-tried, and ``estimate`` models their time.
+This module has the launch, and ``kernel_arguments`` what a launch passes. In this folder,
+``hopper_kernel`` sets a block up. ``producer``, ``consumer`` and ``tile_epilogue`` are the roles of
+its warps, and ``step_scales`` has the scales of blocks. ``scheduler`` orders the tiles,
+``tile_shapes`` counts them, and ``operand_layout`` says how operands are accessed. ``config``
+defines a config, ``search_space`` lists the configs that are tried, and ``estimate`` models their
+time.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
 
 import torch
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tmm_core import ANY, Anatomy, Problem
-from tmm_core.triton import Described, device_function, pointer, port_function
-from tmm_triton import reduction_order, scaled_step
+from tmm_triton import reduction_order
 from tmm_triton.hopper import estimate, search_space, tile_shapes
 from tmm_triton.hopper.config import (
-    Constants,
     WarpSpecializedConfig,
     columns_grouped,
     main_problem,
 )
 from tmm_triton.hopper.hopper_kernel import warp_specialized_kernel
+from tmm_triton.hopper.kernel_arguments import KernelArguments
 from tmm_triton.hopper.operand_layout import (
     ALIGNMENT,
     MOST_ROWS,
-    boxed,
     by_words,
-    described,
-    residual_by_tma,
     scattered,
     stored_by_pointers,
 )
 from tmm_triton.hopper.tile_shapes import most_tiles, part_elements
-from tmm_triton.operands import Build, Typed, Zeros, parts
+from tmm_triton.operands import Build
 from tmm_triton.output_ports import MOST, REDUCES, Ports
 from tmm_triton.partials import reduction
-from tmm_triton.ragged_tiles import kinds, rows_ragged
+from tmm_triton.ragged_tiles import rows_ragged
 from tmm_triton.triton_kernel import POINTERS, Built, missing_toolchain
 
-#: Gluon's names of the dtypes of operands, outputs, bias and residual.
-_GLUON = {
-    torch.bfloat16: gl.bfloat16,
-    torch.float16: gl.float16,
-    torch.float32: gl.float32,
-    torch.float8_e4m3fn: gl.float8e4nv,
-    torch.float8_e5m2: gl.float8e5,
-}
-
-#: The arguments of auxiliary outputs, and of their functions.
-_PORTS, _FUNCTIONS = ("port_ptr", "port_2_ptr"), ("OF", "OF_2")
 #: The largest groups of columns that an auxiliary output may have: a strip has whole groups.
 _WIDEST = 128
 #: The k-step of 8-bit operands: groups of scales have a multiple of it.
@@ -237,121 +219,17 @@ class WarpSpecialized(Built[WarpSpecializedConfig]):
 
     def specialize(self, problem: Problem, config: WarpSpecializedConfig) -> Build:
         """The build of the product itself, which is launched first."""
-        at, blocks = _parts(problem, config), _blocks(problem, config)
-        problem = main_problem(problem, config)
-        c = Constants.of(problem, config)
-        rows, width = config.rows, config.BLOCK_N // config.subtiles
-        groups, kind_of = problem.groups, kinds(c.RAGGED, c.BATCHED)
-
-        def descriptor(name: str, rows: int, columns: int) -> tuple[str, Described]:
-            operand, kind = getattr(problem, name), kind_of[name]
-            block = boxed(rows, columns, operand.layout != "row", kind)
-            layout = gl.NVMMASharedLayout.get_default_for(block, _GLUON[operand.dtype])
-            make = functools.partial(TensorDescriptor, layout=layout)
-            return described(name, operand, rows, columns, kind, make, f",{layout!r}")
-
-        def outer(name: str) -> tuple[str, int]:
-            return name, -1 if getattr(problem, name).layout == "col" else -2
-
-        # The type and the value of each argument.
-        arguments: Typed = {
-            "a_desc": descriptor("a", c.A_ROWS, config.BLOCK_K),
-            "b_desc": descriptor("b", config.BLOCK_K, c.box_columns),
-            "M": ("i32", problem.m),
-            "N": ("i32", problem.n),
-            "K": ("i32", problem.k),
-            # Not a constant: tuning it compiles nothing.
-            "GROUP_M": ("i32", config.GROUP_M),
-        }
-        if problem.batch > 1:
-            arguments |= {"BATCH": ("i32", problem.batch), "a_stride_z": ("i64", ("a", 0))}
-            arguments |= {"b_stride_z": ("i64", ("b", 0))}
-        if groups is not None:
-            arguments |= {"offs_ptr": ("*i32", "offs"), "G": ("i32", groups.count)}
-            if groups.ragged == "m":
-                arguments |= {"table_ptr": ("*i32", "workspace"), "b_stride_z": ("i64", ("b", 0))}
-            for name in ("out_index", "out_weights"):
-                if dtype := groups.extras[name]:
-                    arguments[f"{name}_ptr"] = (pointer(dtype), name)
-        if c.WORDS is not None:
-            del arguments[f"{c.WORDS}_desc"]
-            arguments |= {"words_ptr": (pointer(problem.a.dtype), c.WORDS)}
-            arguments |= {"words_stride": ("i64", outer(c.WORDS))}
-        if config.tail_splits > 1:
-            arguments |= {"parts_ptr": ("*fp32", "workspace")}
-            arguments |= {"flags_ptr": ("*i32", Zeros(blocks * c.a_boxes))}
-            arguments |= {"TAIL": ("i32", tile_shapes.tail_tiles(problem, config))}
-        if config.early == "l2":
-            arguments |= {"ahead_ptr": (pointer(problem.b.dtype), "b")}
-            arguments |= {"ahead_stride": ("i64", outer("b"))}
-        outputs = problem.epilogue.outputs
-        for i, port in enumerate(outputs if c.GROUP else ()):
-            arguments[_PORTS[i]] = pointer(port.dtype), f"output_{i}"
-        if c.REDUCE is not None:
-            arguments |= {"port_ptr": ("*fp32", "workspace"), "port_at": ("i64", at)}
-            arguments |= {"port_stride": ("i64", problem.m)}
-        constants: dict[str, Any] = {
-            "EPILOGUE": device_function(problem.epilogue),
-            **dict.fromkeys(_FUNCTIONS),
-            **dict(zip(_FUNCTIONS, map(port_function, outputs), strict=False)),
-            "C": c,
-        }
-        divisible = {}
-        if c.GROUP and problem.n % ALIGNMENT == 0:
-            # 16 values of 8 bits are stored at once.
-            divisible = {"N": ALIGNMENT, **dict.fromkeys(_PORTS[: len(outputs)], ALIGNMENT)}
-        if c.POINTERS or c.ZEROED:
-            stride = "i64" if problem.out.wide or problem.m == 1 else "i32"
-            arguments |= {"out_ptr": (pointer(problem.out.dtype), "out")}
-            arguments |= {"out_stride": (stride, ("out", -2))}
-        if c.POINTERS and c.stacked:
-            arguments["out_stride_z"] = ("i64", ("out", 0))
-        if not c.POINTERS:
-            type_of, out = descriptor("out", rows, width)
-            describe, columns = out.describe, problem.n
-            if config.splits > 1:  # parts of all tiles, one below the other
-                out = Described("workspace", lambda t: describe(t.view(-1, columns)))
-            arguments["c_desc"] = (type_of, out)
-        if problem.bias is not None:
-            arguments |= {"bias_ptr": (pointer(problem.bias), "bias")}
-            arguments |= {"bias_stride": ("i64", ("bias", -1))}
-            arguments |= {"bias_stride_z": ("i64", ("bias", 0))} if groups is not None else {}
-        if residual_by_tma(problem):
-            arguments["r_desc"] = descriptor("residual", rows, width)
-        elif problem.residual is not None:
-            # A dimension of one element may have any stride.
-            wide = problem.residual.wide or 1 in (problem.m, problem.n)
-            stride = "i64" if wide else "i32"
-            arguments |= {"residual_ptr": (pointer(problem.residual.dtype), "residual")}
-            arguments |= {"residual_stride_m": (stride, ("residual", -2))}
-            if problem.residual.layout == "row":
-                # Neighbours are adjacent: aligned pairs are loaded at once.
-                constants["residual_stride_n"] = 1
-                if problem.residual.aligned and problem.n % 8 == 0:
-                    divisible = {"N": 8, **divisible, "residual_ptr": 16, "residual_stride_m": 4}
-                    if c.stacked:
-                        divisible["residual_stride_z"] = 4
-            else:
-                arguments |= {"residual_stride_n": (stride, ("residual", -1))}
-        if problem.residual is not None and c.stacked:
-            arguments["residual_stride_z"] = ("i64", ("residual", 0))
-        if c.STORED > 1 or (c.ZEROED and not c.POINTERS):
-            # Scattered rows and zeros are stored 16 bytes at a time.
-            step = ALIGNMENT // problem.out.dtype.itemsize
-            whole = max(step, divisible.get("N", step))
-            divisible |= {"out_ptr": ALIGNMENT, "out_stride": step, "N": whole}
-        if problem.scaled:
-            arguments["alpha"] = ("fp32", "alpha")
-        arguments |= parts(problem) | scaled_step.arguments(problem)[0]
+        blocks, port_at = _blocks(problem, config), _parts(problem, config)
+        given = KernelArguments.of(main_problem(problem, config), config, blocks, port_at)
         options = {
             "num_warps": config.num_warps,
-            "launch_pdl": c.overlaps,
+            "launch_pdl": given.c.overlaps,
             "edits": config.edits,
-            **reduction_order.options(problem),
+            **reduction_order.options(given.problem),
         }
         return Build.of(
-            warp_specialized_kernel, arguments, constants, divisible=divisible, options=options,
-            grid=(blocks, 1, 1),
+            warp_specialized_kernel, given.arguments, given.constants, divisible=given.divisible,
+            options=options, grid=(blocks, 1, 1),
         )  # fmt: skip
 
 
