@@ -89,7 +89,7 @@ def test_notes_go_with_everything(filled: CacheStore, capsys: Captured) -> None:
 
 
 def test_clear_never_touches_layers_or_files_of_others(
-    filled: CacheStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    filled: CacheStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ) -> None:
     below = CacheStore(tmp_path / "below", [])
     below.save(GPU, ENVIRONMENT, record(problem(m=1)))
@@ -113,6 +113,9 @@ def test_clear_never_touches_layers_or_files_of_others(
     before = files_under(below.root)
     monkeypatch.setenv("TMM_CACHE_PATH", str(below.root))
     assert main(["clear", "-y"]) == 1  # the damaged file behind the link stays, and is reported
+    assert f"{linked / os.listdir(outside)[0]}: lies outside" in capsys.readouterr().err.replace(
+        "\n", ""
+    )
     assert all(path.read_text() == "mine" for path in kept)
     assert files_under(below.root) == before
     assert os.listdir(outside) == [filled.path(GPU, ENVIRONMENT, problem(m=1)).name]

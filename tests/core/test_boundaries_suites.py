@@ -576,6 +576,13 @@ def test_a_format_is_known_while_it_is_tested() -> None:
         assert (form.name in FORMATS) is stays
 
 
+@pytest.mark.parametrize("half", [0, 1])
+def test_a_format_of_one_kind_of_scale_is_multiplied_by_one_dtype(half: int) -> None:
+    """Where there are several pairs of these, each case has half of them."""
+    form = replace(INT8, grids=INT8.grids[:1], decode=None)
+    of_format(form, dtypes=(torch.bfloat16,)).test_products(1, 24, 40, "silu", half)
+
+
 def test_problems_of_a_format() -> None:
     made = of_format(INT8)._problem(torch.float16, INT8_SCALE, 3, 5, 7)
     assert (made.m, made.n, made.k) == (3, 5, made.k)
