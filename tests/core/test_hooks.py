@@ -236,21 +236,9 @@ class Refused(FailingWrapper):
         return [DOUBLE]
 
 
-@pytest.mark.parametrize("release", ["1.5", "1.7"])
-def test_nothing_stays_of_a_plugin_that_is_refused(
-    release: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Releases before 1.7 add the hooks one by one, up to the first that they refuse."""
+def test_nothing_stays_of_a_plugin_that_is_refused() -> None:
+    """Neither its name nor a wrapper, which would go around other plugins."""
     r = Registry()
-    register = r.hooks.manager.register
-
-    def one_by_one(plugin: object, name: str | None = None) -> str | None:
-        if isinstance(plugin, Refused):
-            register(FailingWrapper(), name)
-        return register(plugin, name)
-
-    if release == "1.5":
-        monkeypatch.setattr(r.hooks.manager, "register", one_by_one)
     with pytest.raises(PluginError, match="cannot be registered"):
         r.register(Refused(), "p")
     r.register(plugin(FakeKernel("k")), "p")

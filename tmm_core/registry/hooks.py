@@ -39,14 +39,7 @@ class Hooks:
                 is taken, or it is unhashable.
         """
         hash(plugin)
-        taken = self.manager.has_plugin(name)
-        try:
-            self.manager.register(plugin, name=name)
-        except BaseException:
-            # Pluggy before 1.7 keeps the name, and the hooks before the one that is refused.
-            if not taken and self.manager.has_plugin(name):
-                self.manager.unregister(name=name)
-            raise
+        self.manager.register(plugin, name=name)
         known = " and ".join(HOOKS)
         found, hooks = list[str](), dict[str, str]()
         for name in dir(plugin):
