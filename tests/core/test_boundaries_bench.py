@@ -761,7 +761,8 @@ def test_each_class_has_a_section_of_its_own_problems() -> None:
         (torch.empty(4, 16), torch.empty(2, 16, 8), False),
         (torch.empty(4, 8)[:, :4], torch.empty(2, 4, 4), False),
         (torch.empty(4, 16), torch.empty(2, 8, 16).mT, False),
-        (torch.empty(1, 6), torch.empty(1, 6, 1), False),  # strides of one row or column
+        (torch.empty(1, 6), torch.empty(1, 6, 8), True),  # the stride of one row counts, too
+        (torch.empty(1, 16)[:, :8], torch.empty(1, 8, 8), False),
         (torch.empty(4, 6), torch.empty(2, 6, 8), True),
         (torch.empty(4, 8), torch.empty(2, 8, 6), True),
         (torch.empty(65)[1:].view(4, 16), torch.empty(2, 16, 8), True),

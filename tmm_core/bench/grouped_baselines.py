@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from tmm_core.bench.case import Call
 from tmm_core.formats import IMPLIED
+from tmm_core.interop.aten_calls import strides_accepted
 from tmm_core.launch.grouped_call import ragged_along
 from tmm_core.tuning.timing import Run
 
@@ -50,13 +51,8 @@ def _on(calls: Sequence[Call], product: Product) -> Run:
 
 
 def _refuses(call: Call) -> bool:
-    """Whether torch's grouped product rejects the call's strides or addresses."""
-    for t in (call.a, call.b):
-        size = t.element_size()
-        strides = [s for s, n in zip(t.stride(), t.shape, strict=True) if s != 1 and n > 1]
-        if t.data_ptr() % _ALIGNMENT or any(s * size % _ALIGNMENT for s in strides):
-            return True
-    return False
+    """Whether torch's grouped product refuses the call's strides or addresses."""
+    return not (strides_accepted(call.a) and strides_accepted(call.b))
 
 
 def _by_torch(call: Call) -> Tensor:

@@ -437,19 +437,20 @@ class Dispatcher(Deferring):
             fault: The kernel's exception, or the finding of verification.
         """
         kernel, bucket = choice.candidate.kernel, bucketed(problem.bare())
-        raised = isinstance(fault, BaseException)
-        text = error_text(fault) if isinstance(fault, BaseException) else fault
-        self.quarantined[kernel.name, bucket] = f"it raised {text}" if raised else text
+        if isinstance(fault, BaseException):
+            text, error, failed = error_text(fault), fault, "failed"
+        else:
+            text, error, failed = fault, None, "was wrong at its first use"
+        self.quarantined[kernel.name, bucket] = text if error is None else f"it raised {text}"
         self._forget()
-        cause = cause_of(fault) if isinstance(fault, BaseException) else None
+        cause = None if error is None else cause_of(error)
         if cause is not None:
             self.untried.watch()
             left = {(kernel.name, kernel.version): Left(cause, text)}
             warn_of_environment(left, problem, (cause,))
             return
-        failed = "failed" if raised else "was wrong at its first use"
         about = f"{failed} on {problem} and is not used for it any more: {text}"
-        self.warn_of(kernel, about, fault if isinstance(fault, BaseException) else None)
+        self.warn_of(kernel, about, error)
 
     def _try_again(self) -> None:
         """Forget choices, plans and kernels' faults, since the toolchain changed: every call

@@ -109,12 +109,12 @@ def grouped_call(
         return None
     if bias is not None or out_dtype not in (None, a.dtype):
         return None
-    if not (_strides_accepted(a) and _strides_accepted(b)):
+    if not (strides_accepted(a) and strides_accepted(b)):
         return None
     return GroupedArguments(a, b, offs)
 
 
-def _strides_accepted(t: Tensor) -> bool:
+def strides_accepted(t: Tensor) -> bool:
     """Whether torch's grouped product takes the strides and the address of an operand."""
     (*_, rows, cols), (*_, down, along) = t.shape, t.stride()
     apart = 16 // t.element_size()
