@@ -42,13 +42,14 @@ def define(
     library.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"tmm::{name}", fake, lib=library)
     if apart is not None:
-        library.impl(name, _differentiated(getattr(torch.ops.tmm, name).default, apart), "Autograd")
+        library.impl(name, differentiated(getattr(torch.ops.tmm, name).default, apart), "Autograd")
         library.impl(name, apart, "FuncTorchBatched")
     return library
 
 
-def _differentiated(operator: Callable[..., Any], apart: Callable[..., Any]) -> Callable[..., Any]:
-    """The rule of an operator for torch's Autograd key."""
+def differentiated(operator: Callable[..., Any], apart: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the rule of an operator for torch's Autograd key, which calls ``apart`` instead where
+    derivatives are needed."""
 
     def rule(*given: Any) -> Any:
         if autograd_state.may_be_differentiated():

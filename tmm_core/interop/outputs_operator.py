@@ -15,6 +15,7 @@ import torch
 from tmm_core import compat
 from tmm_core.interop import autograd_state, fallbacks, flops, operator
 from tmm_core.interop.declaration import declare
+from tmm_core.interop.libraries import differentiated
 from tmm_core.launch.check import check
 from tmm_core.launch.output_memory import allocator
 from tmm_core.launch.warm import epilogue_of, run
@@ -59,13 +60,8 @@ def _run(*given: Any) -> list[Tensor]:
     return [result] if isinstance(result, Tensor) else list(result)
 
 
-def _differentiate(*given: Any) -> list[Tensor]:
-    """The operator's kernel for the Autograd dispatch key."""
-    call = Arguments(*given)
-    if autograd_state.differentiated(*call.given):
-        return list(_by_references(call))
-    with compat.below_autograd():
-        return _operator(*given)  # type: ignore[no-any-return]
+def _apart(*given: Any) -> list[Tensor]:
+    return list(_by_references(Arguments(*given)))
 
 
 def _refuse(*_: Any, **__: Any) -> NoReturn:
@@ -79,13 +75,13 @@ def _empty(call: Arguments, shape: torch.Size) -> list[Tensor]:
     return [result, *allocator(epilogue_of(call.epilogue), shape)(result)]
 
 
-_operator = declare(
+_operator: Any = declare(
     "matmul_outputs",
     Arguments,
     run=_run,
     check=check,
     empty=_empty,
-    derivative=_differentiate,
+    derivative=differentiated(lambda *given: _operator(*given), _apart),
     vmap=_refuse,
     flop_formula=flops.matmul_flops,
     returns="Tensor[]",
