@@ -191,7 +191,7 @@ class Constants(MixedInputConfig):
         return cls(
             **vars(config),
             HALVES=2 if problem.gated else 1,
-            OUTER=max(1, b.block[0]) if b.grid else 1,
+            OUTER=max(1, b.block[0]),
             GROUP=b.block[1] if b.grid else 0,
             ROW_SCALE=None if b.grid else kind(b),
             ZERO=b.zero is not None,

@@ -309,6 +309,31 @@ def test_a_launcher_may_not_depend_on_a_later_one() -> None:
     checked._check(instance, "repeated")
 
 
+@pytest.mark.parametrize("shared", [True, False])
+def test_two_launchers_of_a_problem_share_nothing(shared: bool) -> None:
+    class Latest(Exact):
+        """Only its latest launcher is right, if they share what it needs."""
+
+        bound_so_far = 0
+
+        def bind(self, problem: Problem, config: FakeConfig) -> Any:
+            launch = super().bind(problem, config)
+            self.bound_so_far += 1
+            mine = self.bound_so_far
+
+            def run(*given: Any) -> Any:
+                return launch(*given) if mine == self.bound_so_far else launch(*given).mul_(2)
+
+            return run if shared else launch
+
+    check = suite(Latest()).test_launchers_share_nothing
+    if shared:
+        with pytest.raises(Failed, match="exact is wrong on 40x8x16"):
+            check()
+    else:
+        check()
+
+
 def test_each_config_is_bound_once() -> None:
     kernel = FakeKernel("k")
     one, two = FakeConfig(tile=1), FakeConfig(tile=2)

@@ -113,6 +113,8 @@ def test_the_8_bit_product_of_torch_has_its_own_limits(change: dict[str, Any], t
         ({"groups": INDEXED, "a": replace(COL, aligned=False)}, ""),
         ({"groups": INDEXED, "k": 4100}, "aligned to 16 bytes"),
         ({"groups": INDEXED, "k": 4100, "m": 1}, ""),
+        ({"groups": INDEXED, "k": 4100, "m": 2}, "aligned to 16 bytes"),
+        ({"b": replace(COL, aligned=False)}, "aligned to 16 bytes"),
     ],
 )  # fmt: skip
 def test_the_grouped_product_of_torch_has_its_own_limits(

@@ -213,6 +213,25 @@ def test_zero_points_are_not_multiplied_in_fp32() -> None:
     assert Constants.of(replace(PROBLEM, b=replace(eight, zero=torch.int8)), config).PROMOTED
 
 
+@pytest.mark.parametrize("rows", [64, 128])
+def test_the_sum_of_a_step_is_scaled_if_the_step_has_one_group(rows: int) -> None:
+    """Values are scaled where a step has several groups."""
+    config = MixedInputConfig(**(FIELDS | {"BLOCK_M": rows, "BLOCK_K": 64}))
+    one = Constants.of(replace(PROBLEM, b=replace(INT8, scale=Scale((1, 128)))), config)
+    several = Constants.of(replace(PROBLEM, b=MXFP4), config)
+    assert (one.PROMOTED, one.SCALED) == (True, None)
+    assert several.SCALED is not None
+    assert not several.PROMOTED
+
+
+def test_k_may_be_shorter_than_a_step_that_is_not_divided() -> None:
+    config = MixedInputConfig(**(FIELDS | {"BLOCK_K": 128, "splits": 1, "k_ways": 1}))
+    assert Constants.of(replace(PROBLEM, b=INT8, k=64), config).BLOCK_K == 128
+    with pytest.raises(ConfigError, match="more parts than steps"):
+        Constants.of(replace(PROBLEM, b=INT8, k=255), replace(config, splits=2))
+    assert Constants.of(replace(PROBLEM, b=INT8, k=256), replace(config, splits=2)).splits == 2
+
+
 def all_constants(m: int, gated: bool) -> list[Constants]:
     """The constants of every proposal for weights of each format."""
     found = []
