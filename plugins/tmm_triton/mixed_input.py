@@ -192,7 +192,7 @@ class Constants(MixedInputConfig):
             **vars(config),
             HALVES=2 if problem.gated else 1,
             OUTER=max(1, b.block[0]),
-            GROUP=b.block[1] if b.grid else 0,
+            GROUP=b.block[1],
             ROW_SCALE=None if b.grid else kind(b),
             ZERO=b.zero is not None,
             OFFSET=0 if b.zero is None else word_decoders.offset(form.name, value, b.zero),

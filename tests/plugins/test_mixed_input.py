@@ -224,6 +224,26 @@ def test_the_sum_of_a_step_is_scaled_if_the_step_has_one_group(rows: int) -> Non
     assert not several.PROMOTED
 
 
+@pytest.mark.parametrize(
+    ("block", "columns", "along_k"), [((1, 0), 1, 0), ((1, 128), 1, 128), ((256, 128), 256, 128)]
+)
+def test_as_many_columns_share_a_scale_as_a_block_has(
+    block: tuple[int, int], columns: int, along_k: int
+) -> None:
+    eight = replace(INT8, scale=Scale(block))
+    constants = Constants.of(replace(PROBLEM, b=eight), MixedInputConfig(**FIELDS))
+    shared = constants.OUTER, constants.GROUP
+    assert shared == (columns, along_k)
+
+
+@pytest.mark.parametrize("groups", [None, Groups(8, "m")])
+def test_ends_of_groups_are_read_if_there_are_groups(groups: Groups | None) -> None:
+    instance, config = replace(PROBLEM, b=INT8, groups=groups), MixedInputConfig(**FIELDS)
+    main = KERNEL.builds(instance, config)[0]
+    assert ("offs_ptr" in main.types) is (groups is not None)
+    assert Constants.of(instance, config).RAGGED is (groups is not None)
+
+
 def test_k_may_be_shorter_than_a_step_that_is_not_divided() -> None:
     config = MixedInputConfig(**(FIELDS | {"BLOCK_K": 128, "splits": 1, "k_ways": 1}))
     assert Constants.of(replace(PROBLEM, b=INT8, k=64), config).BLOCK_K == 128
