@@ -244,6 +244,26 @@ def test_ends_of_groups_are_read_if_there_are_groups(groups: Groups | None) -> N
     assert Constants.of(instance, config).RAGGED is (groups is not None)
 
 
+@pytest.mark.parametrize(
+    ("change", "early", "found"),
+    [
+        ({}, "", set()),
+        ({"b": replace(INT8, zero=torch.int8)}, "", {"ZERO"}),
+        ({"groups": Groups(8, "m")}, "", {"RAGGED"}),
+        ({"groups": Groups(8, "m", zeroed=True)}, "", {"RAGGED", "ZEROED"}),
+        ({"groups": Groups(8, "m", out_index=torch.int64)}, "", {"RAGGED", "SCATTERED"}),
+        ({}, "wait", {"OVERLAPS"}),
+    ],
+)
+def test_each_property_of_a_problem_is_a_constant(
+    change: dict[str, Any], early: str, found: set[str]
+) -> None:
+    instance = replace(PROBLEM, **({"b": INT8} | change))
+    constants = vars(Constants.of(instance, MixedInputConfig(**FIELDS, early=early)))
+    names = {"ZERO", "RAGGED", "ZEROED", "SCATTERED", "OVERLAPS"}
+    assert {name for name in names if constants[name]} == found
+
+
 def test_k_may_be_shorter_than_a_step_that_is_not_divided() -> None:
     config = MixedInputConfig(**(FIELDS | {"BLOCK_K": 128, "splits": 1, "k_ways": 1}))
     assert Constants.of(replace(PROBLEM, b=INT8, k=64), config).BLOCK_K == 128
