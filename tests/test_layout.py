@@ -320,6 +320,20 @@ def test_the_wheel_declares_commands_and_plugins(wheel: Path) -> None:
         assert line in text
 
 
+def test_the_oldest_lane_has_the_oldest_requirements(wheel: Path) -> None:
+    """An older release that lacks something would otherwise be found by a user."""
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith("METADATA"))
+        metadata = archive.read(name).decode()
+    least = dict(re.findall(r"^Requires-Dist: (\w+)>=([\d.]+)", metadata, re.MULTILINE))
+    pinned = dict(
+        re.findall(r"^(\w+)==([\d.]+)", (ROOT / "constraints-oldest.txt").read_text(), re.M)
+    )
+    assert {"torch", "pluggy", "filelock"} < {*least}
+    for name, version in least.items():
+        assert f"{pinned[name]}.".startswith(f"{version}."), name
+
+
 FIND = """
 import importlib.util, sys
 sys.path = [entry for entry in sys.path if entry]
