@@ -97,6 +97,22 @@ PACKED = [
         (f"{MIXED}::test_config_bounds",),
     ),
     Mutant(
+        "mixed-offset",
+        "tmm_triton/mixed_input.py",
+        "OFFSET=0 if b.zero is None else word_decoders.offset(form.name, value, b.zero),",
+        "OFFSET=0,",
+        "a zero point is subtracted without the offset of the decoded values",
+        (f"{MIXED}::test_the_program_decodes_pairs_less_their_zero_points",),
+    ),
+    Mutant(
+        "mixed-pair",
+        "tmm_triton/mixed_input.py",
+        "PAIR=2 * b.dtype.itemsize // b.pack,",
+        "PAIR=2 * b.dtype.itemsize,",
+        "the kernel reads two bytes for a pair of 4-bit values",
+        (f"{MIXED}::test_the_program_decodes_pairs_less_their_zero_points",),
+    ),
+    Mutant(
         "mixed-order",
         "tmm_triton/mixed_input.py",
         'how = ("promoted" if c.PROMOTED else "rounded")',

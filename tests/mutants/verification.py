@@ -39,7 +39,7 @@ VERIFICATION = [
     Mutant(
         "memory-not-poisoned",
         "verify/checked_launch.py",
-        "                self._data.poison_free_memory()  # last, or other allocations would take it\n",
+        "                self._data.poison_free_memory()\n",
         "                pass\n",
         "a kernel that writes nothing passes with the result of an earlier launch",
         (VERIFIER, LYING),

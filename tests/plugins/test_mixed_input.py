@@ -23,6 +23,7 @@ from hopper_block import Block, Descriptor, Pointer, Shared, run_block
 from pairwise import share
 from test_skinny import COL, DEVICES, ROW
 from test_streaming import FP8, INT4, INT8, held
+from test_word_programs import Machine, halves, twice, words
 from tmm_triton import blocks, mixed_input_device, ragged, ragged_tiles
 from tmm_triton.mixed_input import Constants, MixedInput, MixedInputConfig
 from tmm_triton.skinny import Skinny
@@ -262,6 +263,35 @@ def test_each_property_of_a_problem_is_a_constant(
     constants = vars(Constants.of(instance, MixedInputConfig(**FIELDS, early=early)))
     names = {"ZERO", "RAGGED", "ZEROED", "SCATTERED", "OVERLAPS"}
     assert {name for name in names if constants[name]} == found
+
+
+@pytest.mark.parametrize("value", [BF16, FP16])
+@pytest.mark.parametrize("zero", [None, "whole", "fraction"])
+@pytest.mark.parametrize(
+    "weight", [INT4, replace(INT4, format="int4_signed"), INT8], ids=["int4", "int4_signed", "int8"]
+)
+def test_the_program_decodes_pairs_less_their_zero_points(
+    weight: Operand, zero: str | None, value: torch.dtype
+) -> None:
+    """The kernel reads ``PAIR`` bytes at a time, and passes minus the sum of zero point and
+    ``OFFSET``."""
+    dtype = {None: None, "whole": torch.uint8, "fraction": value}[zero]
+    b, row = replace(weight, zero=dtype), Operand(value, "row")
+    form = b.form
+    assert form is not None
+    c = Constants.of(replace(PROBLEM, a=row, b=b, out=row), MixedInputConfig(**FIELDS))
+    stored = torch.arange(2 ** (8 * c.PAIR))
+    given, number = {"$1": stored}, 0.0
+    if zero is not None:
+        number = 11.0 if zero == "whole" else 6.25
+        given["$2"] = torch.full_like(stored, twice(-(number + c.OFFSET), value))
+        number -= form.origin or 0  # with zero points, codes are not centred
+    machine = Machine(given)
+    machine.run(c.PROGRAM)
+    bytes_of_pairs = words(stored).view(torch.uint8).unflatten(-1, (-1, 4))[:, : c.PAIR]
+    codes = form.unpacked(bytes_of_pairs.contiguous().view(b.dtype))
+    expected = form.dequantize(codes).double() - number
+    assert torch.equal(halves(machine.registers["$0"], value), expected.to(value).double())
 
 
 def test_k_may_be_shorter_than_a_step_that_is_not_divided() -> None:

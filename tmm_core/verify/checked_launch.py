@@ -1,4 +1,4 @@
-"""Launches a launcher on the test data, in one way at a time, and checks each result."""
+"""Calls a launcher on the test data and checks each result."""
 
 from __future__ import annotations
 
@@ -75,7 +75,8 @@ def _others_keep_results() -> bool:
     return not StorageWeakRef(_new_result().untyped_storage()).expired()
 
 
-#: What frames hold results in: verification's lists, and the variables of inner functions.
+#: Types of objects in which frames hold results: lists of verification, and what inner functions
+#: refer to.
 _IN_FRAMES = (list, tuple, CellType, FunctionType, GeneratorType)
 
 
@@ -153,9 +154,9 @@ class CheckedLauncher:
                 allocates its result, or writes to the data's first output if it never allocates.
             held: Results that are in use.
             nonfinite: The inputs contain NaN and Inf.
-            form: Makes the launch in another way than by ``run``.
-            repeated: The same launch was checked before: the memory is not poisoned again, and the
-                process's state is not compared.
+            form: Makes the launch; by default the launcher is called.
+            repeated: The same launch was checked before. So the memory is not poisoned again, and
+                the process's state is not compared.
         """
         given, launcher = of.inputs, self._launcher
         if into is None and not self._data.allocates:
@@ -165,8 +166,9 @@ class CheckedLauncher:
         launch_form = form or (lambda: given.launch(launcher, tensor))
 
         def launch() -> Tensor:
+            # Immediately before the launch: other allocations would take the poisoned memory.
             if into is None and not repeated:
-                self._data.poison_free_memory()  # last, or other allocations would take it
+                self._data.poison_free_memory()
             try:
                 result: Tensor = launch_form()
                 return result
@@ -205,7 +207,7 @@ class CheckedLauncher:
             self._check_outputs(self._outputs.faults(expected, result, once=of.once), of.called)
         return result
 
-    def _check_outputs(self, faults: Iterable[tuple[float, str]], when: str = "") -> None:
+    def _check_outputs(self, faults: Iterable[tuple[float, str]], when: str) -> None:
         for error, fault in faults:
             self._errors.append(error)
             if fault and not self._baseline:
@@ -226,7 +228,7 @@ class CheckedLauncher:
     def _check_form(self, result: object) -> None:
         """Check type, shape, dtype and device, and that no gradient is recorded."""
         problem, shape = self._data.problem, self._data.problem.out_shape
-        if not isinstance(result, Tensor) or type(result) is not Tensor:
+        if type(result) is not Tensor:
             raise WrongError(f"it returned {type(result).__name__} and not a tensor")
         if result.requires_grad:
             raise WrongError("its result requires a gradient, although no operand does")

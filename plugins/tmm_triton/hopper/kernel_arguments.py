@@ -1,5 +1,5 @@
-"""What a launch of ``triton.warp_specialized`` passes: each property of a problem adds its
-arguments."""
+"""The arguments of a launch of ``triton.warp_specialized``. Each property of a problem adds its
+own."""
 
 from __future__ import annotations
 
@@ -35,9 +35,11 @@ _PORTS, _FUNCTIONS = ("port_ptr", "port_2_ptr"), ("OF", "OF_2")
 
 @dataclass
 class KernelArguments:
-    """The arguments of the product itself.
+    """The arguments of the kernel that computes the product.
 
     Attributes:
+        problem: The product that the kernel computes.
+        config: Its tile, and how the block's warps share it.
         c: The properties of problem and config that the kernel is compiled for.
         arguments: The types and the values of run-time arguments, by name.
         constants: The values of compile-time arguments.
@@ -55,12 +57,13 @@ class KernelArguments:
     def of(
         cls, problem: Problem, config: WarpSpecializedConfig, blocks: int, port_at: int
     ) -> KernelArguments:
-        """The arguments of a launch of that many ``blocks``. Reduced rows begin at the element
+        """Return the arguments of a launch of ``blocks`` blocks. Reduced rows begin at the element
         ``port_at`` of the workspace."""
         made = cls(problem, config, Constants.of(problem, config))
         made._add_operands()
         made._add_groups()
         made._add_parts(blocks)
+        made._add_constants()
         made._add_outputs(port_at)
         made._add_result()
         made._add_bias()
@@ -115,7 +118,7 @@ class KernelArguments:
                 self.arguments[f"{name}_ptr"] = (pointer(dtype), name)
 
     def _add_parts(self, blocks: int) -> None:
-        """Of tiles whose sums several blocks compute."""
+        """The workspace and the flags of tiles whose sums several blocks compute."""
         if self.config.tail_splits > 1:
             self.arguments |= {
                 "parts_ptr": ("*fp32", "workspace"),
@@ -123,8 +126,17 @@ class KernelArguments:
                 "TAIL": ("i32", tail_tiles(self.problem, self.config)),
             }
 
+    def _add_constants(self) -> None:
+        epilogue = self.problem.epilogue
+        self.constants |= {
+            "EPILOGUE": device_function(epilogue),
+            **dict.fromkeys(_FUNCTIONS),
+            **dict(zip(_FUNCTIONS, map(port_function, epilogue.outputs), strict=False)),
+            "C": self.c,
+        }
+
     def _add_outputs(self, port_at: int) -> None:
-        """The epilogue's function and auxiliary outputs, and the kernel's constants."""
+        """The epilogue's auxiliary outputs."""
         problem, c = self.problem, self.c
         outputs = problem.epilogue.outputs
         for i, port in enumerate(outputs if c.GROUP else ()):
@@ -132,12 +144,6 @@ class KernelArguments:
         if c.REDUCE is not None:
             self.arguments |= {"port_ptr": ("*fp32", "workspace"), "port_at": ("i64", port_at)}
             self.arguments |= {"port_stride": ("i64", problem.m)}
-        self.constants |= {
-            "EPILOGUE": device_function(problem.epilogue),
-            **dict.fromkeys(_FUNCTIONS),
-            **dict(zip(_FUNCTIONS, map(port_function, outputs), strict=False)),
-            "C": c,
-        }
         if c.GROUP and problem.n % ALIGNMENT == 0:
             # 16 values of 8 bits are stored at once.
             self.divisible |= dict.fromkeys(("N", *_PORTS[: len(outputs)]), ALIGNMENT)
