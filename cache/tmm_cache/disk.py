@@ -24,12 +24,12 @@ T = TypeVar("T")
 
 FOLDER_MODE = 0o700
 FILE_MODE = 0o600
-#: How often a folder is made anew that another process removes.
+#: The number of attempts to use a folder that another process removes.
 _ATTEMPTS = 3
 #: Minimum interval between two updates of a file's last use.
 TOUCH_SECONDS = 86400.0
 
-# Windows has neither and needs neither.
+# Windows lacks these flags and does not need them.
 _NO_WAIT = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0)
 _NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0)
 
@@ -46,7 +46,7 @@ def open_regular(path: Path, flags: int) -> int:
 
 def opened(path: Path, flags: int) -> int:
     """Like `open_regular`, without its `stat` before opening: for a path that was just checked, or
-    for one of 10,000."""
+    where thousands of files are opened."""
     # Reading follows links, as in a mounted config volume; writing through one could change another
     # user's file.
     if flags & (os.O_WRONLY | os.O_RDWR):
@@ -71,7 +71,7 @@ def closing(handle: int) -> Iterator[int]:
 
 
 def require_regular(status: os.stat_result) -> None:
-    """Raises NotRegularError for the status of anything but a regular file."""
+    """Check that a status is a regular file's. Raises NotRegularError."""
     if not stat.S_ISREG(status.st_mode):
         raise NotRegularError("is not a regular file")
 
@@ -125,10 +125,10 @@ def make_folder(folder: Path) -> None:
 
 
 def repeated(use: Callable[[], T]) -> T:
-    """Call `use`, which makes a folder and a file in it; again if another process's `clear` removed
-    the empty folder between the two. Raises OSError of the last attempt."""
+    """Call `use`, which makes a folder and a file in it. Repeat the call if another process's
+    `clear` removed the empty folder between the two. Raises OSError of the last attempt."""
     for _ in range(_ATTEMPTS - 1):
-        # mkdir raises FileExistsError if the folder is gone when it looks what exists.
+        # mkdir raises FileExistsError if the folder is removed while mkdir checks what exists.
         with suppress(FileNotFoundError, FileExistsError):
             return use()
     return use()

@@ -35,7 +35,7 @@ class FaultWarnings:
         self._root = root
 
     def may_write(self) -> bool:
-        """Whether the root is this user's own, and so trusted and written; a warning if not."""
+        """Whether the root is this user's own, and so may be trusted and written. Warns if not."""
         # Checked each time: a root that did not exist may since have been made by another user.
         if (reason := foreign(self._root)) is None:
             return True

@@ -20,8 +20,8 @@ from tmm_base.guards import reraise, suppress
 from tmm_cache.cache_errors import RecordError
 from tmm_cache.keys import canonical
 
-_FOUND_MAX = 60
-_TEXT_SHOWN = 160
+#: Maximum characters that errors show of a found value, and of msgspec's text.
+_FOUND_MAX, _TEXT_SHOWN = 60, 160
 
 #: Upper bounds of values that are read. Real records hold names of 30 letters, reasons of up to
 #: 500, and about 100 candidates with up to 100 samples and about ten parameters each.
@@ -105,7 +105,7 @@ def require_unicode(value: object) -> None:
 
 
 def _refused(error: Exception) -> RecordError:
-    """The error of a value that msgspec refuses: where it is, and what was expected."""
+    """Return the error of a value that msgspec refuses, with its place and what was expected."""
     reraise(error)
     text, _, place = str(error).partition(" - at ")
     place = place.replace("`", "").replace("$.", "").replace("$", "")
@@ -134,8 +134,7 @@ def is_name(value: object) -> TypeGuard[str]:
 
 
 def require_printable(texts: Iterable[object]) -> None:
-    """Check names and values: a control character gives orders to a terminal. Raises
-    RecordError."""
+    """Check names and values: a terminal would execute control characters. Raises RecordError."""
     shown_texts = [*map(str, texts)]
     if not "".join(shown_texts).isprintable():
         found = next(text for text in shown_texts if not text.isprintable())

@@ -154,7 +154,7 @@ def read_record(path: Path, report: Report) -> TuningRecord | None:
 
 
 def read_brief(path: Path, report: Report) -> Brief | None:
-    """The part of a file's record that lists show; None as for :func:`read_record`."""
+    """The fields of a file's record that a list shows; None as for :func:`read_record`."""
     return _parsed(path, Brief.from_bytes, "record", report)
 
 

@@ -59,7 +59,7 @@ def _plain(mapping: Document, field: str) -> dict[str, JSON]:
 
 
 def _median(samples: Sequence[float]) -> float | None:
-    """None without samples."""
+    """Return the median; None without samples."""
     # `import statistics` would cost the command 15 ms at startup.
     if not samples:
         return None
@@ -71,7 +71,7 @@ def _median(samples: Sequence[float]) -> float | None:
 
 
 def _blas_us(candidates: Iterable[CandidateResult | _Timed]) -> float | None:
-    """The best median of the BLAS candidates."""
+    """Return the best median of the BLAS candidates; None if none was timed."""
     blas = [each for each in candidates if each.kernel == "blas" or each.kernel.startswith("blas.")]
     medians = [each.median_us for each in blas]
     return min((median for median in medians if median is not None), default=None)
@@ -233,7 +233,7 @@ class TuningRecord(Struct, frozen=True, forbid_unknown_fields=True):
         )
 
     def thinned(self) -> TuningRecord:
-        """Without most samples, for records shipped with a package."""
+        """Return a copy without most samples, for records shipped with a package."""
         most = max(len(each.samples_us) for each in self.candidates)
         thin = tuple(each.thinned(len(each.samples_us) == most) for each in self.candidates)
         return msgspec.structs.replace(self, candidates=thin)
@@ -275,12 +275,12 @@ class _Timed(Struct, frozen=True):
 
     @property
     def median_us(self) -> float | None:
-        """As of the record. Raises RecordError."""
+        """Like `CandidateResult.median_us`. Raises RecordError."""
         return _median(fields.decoded(self.samples_us, _Samples))
 
 
 class _Headed(Struct, frozen=True):
-    """The part of a record's document that says what was measured."""
+    """The fields of a record's document that say what was measured."""
 
     schema: _Schema
     clock: _Clock
@@ -296,15 +296,15 @@ def problem_of(data: bytes) -> Mapping[str, Any]:
 
 
 class _Timings(_Headed, frozen=True):
-    """The part of a record's document that lists show."""
+    """The fields of a record's document that a list of records shows."""
 
     winner: Count
     candidates: tuple[_Timed, ...]
 
 
 class Brief(NamedTuple):
-    """The part of a record that lists show. Neither the rest of its file nor its checksum is
-    checked. Times are medians in microseconds."""
+    """The fields of a record that a list of records shows. Neither the rest of its file nor its
+    checksum is checked. Times are medians in microseconds."""
 
     problem: Mapping[str, Any]
     kernel: str
@@ -313,7 +313,7 @@ class Brief(NamedTuple):
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Brief:
-        """Raises RecordError."""
+        """Read the fields from the bytes of a record's document. Raises RecordError."""
         timings: _Timings = fields.decoded(data, _Timings)
         fields.require_sizes(timings.problem)
         if timings.winner >= len(timings.candidates):
@@ -323,7 +323,7 @@ class Brief(NamedTuple):
 
     @property
     def speedup(self) -> float | None:
-        """As of the record."""
+        """Like `TuningRecord.speedup`."""
         return _speedup(self.us, self.blas_us)
 
 
@@ -338,7 +338,8 @@ class _Document(TuningRecord, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 
 def _checked(record: TuningRecord) -> TuningRecord:
-    """The record of a document, after checks that its types do not make. Raises RecordError."""
+    """Return the record of a document, after checks that types cannot express. Raises
+    RecordError."""
     fields.require_problem(record.problem)
     if record.winner >= len(record.candidates):
         raise RecordError(f"winner: found {record.winner} of {len(record.candidates)} candidates")

@@ -28,7 +28,7 @@ Key: TypeAlias = tuple[str, str, str]
 
 @dataclass(frozen=True, slots=True)
 class Summary(Generic[R]):
-    """A record, or the part of it that lists show, and its location.
+    """A record, or the fields of it that a list shows, and its location.
 
     `root` is the layer that holds it. `environment` is None if its readable file is missing or
     broken.
@@ -78,7 +78,7 @@ def summaries(
 
 
 def briefs(root: Path, report: Report) -> Iterator[Summary[Brief]]:
-    """Like `summaries`, with the part of each record that lists show."""
+    """Like `summaries`, with the fields of each record that a list shows."""
     return _walked(root, report, None, read_brief)
 
 
@@ -95,13 +95,13 @@ def _walked(
             continue
         environment = read_environment(folder, report)
         for path in (folder / name for name in filter(RECORD.fullmatch, names)):
-            # None: it is damaged, or was removed since it was listed
+            # None: the file is damaged, or was removed since the folder was listed.
             if (record := read(path, report)) is not None:
                 yield Summary(path, root, environment, record)
 
 
 def _subfolders(folder: Path, names: Iterable[str], report: Report) -> Iterator[Path]:
-    """Which of these names in a folder are folders."""
+    """Yield the paths of these names in a folder that are folders."""
     for path in (folder / name for name in names):
         # `os.path.isdir` returns False for an inaccessible folder, which would hide its records.
         try:

@@ -51,9 +51,9 @@ CLOCK_SKEW: Final = timedelta(days=1)
 def write_transport(file: Path, found: Iterable[Summary[TuningRecord]]) -> int:
     """Write these records to a file, without most of their samples; returns their number.
 
-    The first of several records of a problem is written; of no record, nothing. Records whose
-    environment is unknown are left out. Raises UsageError for more than `MAX_BYTES`, OSError like
-    `write_for_all`.
+    If a problem has several records, the first is written. Without records no file is written.
+    Records whose environment is unknown are left out. Raises UsageError for more than `MAX_BYTES`,
+    OSError like `write_for_all`.
     """
     written: dict[Key, JSON] = {}
     for summary in found:
@@ -155,8 +155,8 @@ class Imported:
 def import_records(file: Path, root: Path, force: bool) -> Imported:
     """Write a document's records into a root, unless the root has one at least as new.
 
-    `force` overwrites newer ones too. A record that is invalid or created in the future is left
-    out: the latter would win over every record tuned until then. Raises UsageError, with nothing
+    `force` overwrites newer ones too. An invalid record is left out, and so is one created in the
+    future, which would win over every record tuned until then. Raises UsageError, with nothing
     written, for a file that is not a transport document, OSError if the root can't be used.
     """
     imported = Imported()

@@ -8,7 +8,7 @@ import torch
 
 from tmm_core.triton import current_stream
 
-#: Captured launches of one launcher whose flags are zeroed in advance.
+#: The number of captured launches of one launcher whose flags are zeroed in advance.
 _CAPTURES = 64
 
 
@@ -41,7 +41,7 @@ class Counters:
         return torch.zeros(count, dtype=torch.int32, device=f"cuda:{self._device}")
 
     def __call__(self) -> torch.Tensor:
-        """The flags for a launch on the current stream."""
+        """Return the flags for a launch on the current stream."""
         if torch.cuda.is_current_stream_capturing():
             if not self._reserve:
                 return self._zeros(self._count)
@@ -49,7 +49,6 @@ class Counters:
             self._captured.append(own)
             return own
         stream = current_stream(self._device)
-        known = self._by_stream.get(stream)
-        return (
-            self._by_stream.setdefault(stream, self._zeros(self._count)) if known is None else known
-        )
+        if (known := self._by_stream.get(stream)) is None:
+            known = self._by_stream.setdefault(stream, self._zeros(self._count))
+        return known

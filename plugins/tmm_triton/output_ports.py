@@ -1,4 +1,4 @@
-"""Auxiliary outputs: each tile's part of them, and the kernel that reduces the parts.
+"""Stores each tile's part of the auxiliary outputs, and reduces the parts.
 
 An output of kind tile is stored directly. In all other kinds, each tile reduces its elements to a
 row, a column or a number in a workspace, and a second launch reduces these parts in a fixed order.
@@ -21,11 +21,11 @@ from tmm_core import Port, Problem
 from tmm_core.triton import pointer, port_function
 from tmm_triton.operands import Build, Typed
 
-#: Outputs that a kernel has arguments for.
+#: The number of outputs for which a kernel has arguments.
 MOST = 2
 #: The kinds and reductions that kernels declare in :class:`tmm_core.Supports`.
 KINDS, REDUCES = ("scalar", "row", "col", "tile", "group"), ("max", "sum")
-#: Elements that a program of the reducing kernel loads at once, and the parts they are from.
+#: Elements that a program of the reducing kernel loads at once, and the parts that they belong to.
 _LOADED, _PARTS = 2048, 128
 
 
@@ -164,7 +164,8 @@ class Ports:
         return [self._build(i, places[i]) for i, port in enumerate(self.given) if port.reduce]
 
     def _extent(self, port: Port) -> tuple[int, int]:
-        """The number of parts that the tiles leave of an output, and the elements of each."""
+        """Return the number of parts into which tiles reduce an output, and the elements of
+        each."""
         return {
             "row": (self.columns, self.problem.m),
             "col": (self.rows, self.problem.n),

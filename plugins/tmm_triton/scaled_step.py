@@ -1,4 +1,5 @@
-"""One step along K for operands that are packed, or whose scales or zero points differ along K.
+"""Multiplies one step along K of operands that are packed, or whose scales or zero points differ
+along K.
 
 A step lies inside one group of each operand: its sum is multiplied by the scales of that group, in
 fp32, and added to the others. Zero points are subtracted before the product.
@@ -85,7 +86,7 @@ def advance(
 
 
 def arguments(problem: Problem) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The run-time arguments and the constants of steps."""
+    """Return the run-time arguments and the constants of steps."""
     typed: dict[str, Any] = {}
     constants: dict[str, Any] = {"PACK": problem.b.pack}
 

@@ -66,7 +66,7 @@ def size_class(extent: int, config: Mapping[str, JSON] = MappingProxyType({})) -
 
 
 class FirstUse:
-    """The candidates known to be right on this machine, under this version of tmm."""
+    """Knows the candidates that were verified on this machine, under this version of tmm."""
 
     def __init__(self, store: CacheStore) -> None:
         self._store = store

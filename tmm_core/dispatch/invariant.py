@@ -35,8 +35,8 @@ from tmm_core.spec.problem import Problem
 from tmm_core.tuning.ranking import behind, fastest_first, identity, times_around
 
 #: The M at which arithmetics are compared, from decode to prefill. With 1, 4096 and 8192 as well,
-#: the first call of a weight would wait for three more tunings, and each of 24 weights on record,
-#: on both GPUs, would get the same arithmetic.
+#: the first call of a weight would wait for three more tunings. All 24 weights on record would get
+#: the same arithmetic, on both GPUs.
 LADDER = (16, 64, 256, 1024)
 #: Weight of the worst M relative to the mean over all M, both as logarithms.
 WORST = 0.5
@@ -65,10 +65,11 @@ class Rung:
 
 
 def least_regret(rungs: Sequence[Rung]) -> str | None:
-    """The arithmetic with the lowest cost over the rungs relative to the best known at each: the
-    mean plus :data:`WORST` times the worst. A rung counts by its mean over the M of its bucket: a
-    kernel may be ahead at the edge and far behind inside. Only the arithmetics that serve the most
-    rungs are compared. Ties go to the first by name. None if there is no arithmetic."""
+    """Return the arithmetic with the lowest cost over the rungs; None if there is none. A cost is
+    the mean plus :data:`WORST` times the worst of the times, relative to the best known at each
+    rung. A rung counts by its mean over the M of its bucket: a kernel may be ahead at the edge and
+    far behind inside. Only the arithmetics that serve the most rungs are compared. Ties go to the
+    first by name."""
     names = {name for rung in rungs for name in rung.times}
 
     def rank(name: str) -> tuple[int, float, str]:
@@ -345,8 +346,9 @@ def _position(edge: Problem, extent: int) -> tuple[int, bool]:
 
 
 def weight(problem: Problem) -> dict[str, Any]:
-    """Return what all M of one weight share: the problem without M, and without what M may change.
-    That is the layout and alignment of a, the output and the residual, and the kind of scales."""
+    """Return what all M of one weight share: the problem without M and the properties that M may
+    change. These are the layout and alignment of a, the output and the residual, and the kind of
+    scales."""
     document = problem.to_json()
     for name in ("a", "out", "residual"):
         if document[name] is not None:

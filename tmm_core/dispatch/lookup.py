@@ -51,6 +51,7 @@ class Lookup:
         self._warned: set[str] = set()
 
     def able(self, problem: Problem, settings: Settings) -> list[Kernel[Any]]:
+        """Return the kernels that can serve ``problem`` and are not quarantined."""
         able, _ = self.registry.candidates(problem, settings)
         bucket = bucketed(problem.bare())
         return [k for k in able if (k.name, bucket) not in self.quarantined]
@@ -67,7 +68,8 @@ class Lookup:
         """Return the record of ``problem``, else of its bucket, with the record's problem."""
         bare = problem.bare()
         own = [replace(bare, batch_invariant=True)] if problem.batch_invariant else []
-        for key in dict.fromkeys(f(p) for p in (*own, bare) for f in (lambda p: p, bucketed)):
+        keys = [key for each in (*own, bare) for key in (each, bucketed(each))]
+        for key in dict.fromkeys(keys):
             if (found := self.record_of(key)) is not None:
                 return key, found
         return None

@@ -101,7 +101,7 @@ def _family(document: Mapping[str, Any]) -> bytes | None:
     nested too deeply."""
     shared = {key: value for key, value in document.items() if key not in _SIZES}
     with suppress(RecursionError):
-        return msgspec.json.encode(shared, enc_hook=dict, order="sorted")  # of any mapping
+        return msgspec.json.encode(shared, enc_hook=dict, order="sorted")  # dict: of any mapping
     return None
 
 

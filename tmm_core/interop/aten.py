@@ -32,7 +32,7 @@ from tmm_core.spec.problem import Problem
 #: The default on a miss: no call waits, since a model has hundreds of products.
 ON_CACHE_MISS: settings.OnCacheMiss = "background"
 
-#: After this many calls of an operator that torch's kernel answered while the host was the limit,
+#: The number of an operator's calls, answered by torch while the host was the limit, after which
 #: two times are compared: the host time that these calls cost, and the GPU time that other kernels
 #: saved while the GPU was the limit.
 ENOUGH = 256
@@ -88,7 +88,7 @@ class Enabled:
                 continue
             try:
                 torchs = torch.library.get_kernel(f"aten::{name}", self.key)
-            except RuntimeError as error:  # this torch has none
+            except RuntimeError as error:  # this torch lacks the operator
                 reraise(error)
                 continue
             operator = self.answered.get(name)

@@ -79,9 +79,9 @@ def foreign(*tensors: Any) -> bool:
     return any(kind.__module__.partition(".")[0] not in ("torch", "tmm_core") for kind in kinds)
 
 
-def by_type(call: Arguments, linear: bool = False) -> Tensor:
-    """Compute a product by torch's own function, which a tensor's type overrides, and all that
-    follows the product by torch.
+def by_type(call: Arguments, linear: bool) -> Tensor:
+    """Compute a product by torch's own function, which a tensor's type overrides, and the rest of
+    the expression by torch's operators.
 
     Args:
         linear: ``b`` is the weight ``[N, K]`` of ``torch.nn.functional.linear``.
@@ -118,8 +118,8 @@ def by_override(function: Callable[..., Tensor], tensors: dict[str, Any], **rest
 
 
 def _checked(call: Arguments, epilogue: Epilogue) -> tuple[bool, int]:
-    """Check a call as kernels' calls are checked, but the shape of the bias as torch checks it.
-    Returns whether the bias is one row, and its width."""
+    """Check a call like a kernel's call, except the shape of the bias, which is checked like
+    torch's. Returns whether the bias is one row, and its width."""
     a, b, bias, residual = call[:4]
     if any(t is not None and t.is_nested for t in call[:4]):
         # Torch checks ragged shapes.
@@ -194,8 +194,8 @@ def _finished(
 
 
 def copied_to(y: Tensor, out: Tensor | None, *inputs: Tensor | None) -> Tensor:
-    """Return the result, copied to ``out`` if there is one; raises if ``out`` does not fit or
-    overlaps an input."""
+    """Return ``y``, or ``out`` with its values; raises if ``out`` does not fit or overlaps an
+    input."""
     if out is None:
         return y
     apart = [t for t in inputs if t is not None and strided(t)]

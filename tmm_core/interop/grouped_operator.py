@@ -84,7 +84,7 @@ def _check_whole(call: GroupedArguments, epilogue: Epilogue, eager: bool) -> Non
         return
     key = tuple(
         (t.shape, t.dtype, t.device, t.layout, t.is_nested) if isinstance(t, Tensor) else t
-        for t in (*call[:5], *call[6:])  # of any alpha
+        for t in (*call[:5], *call[6:])  # without alpha: every number is valid
     )
     if key not in _valid:
         check(call, epilogue)
@@ -105,8 +105,8 @@ def _is_eager(call: GroupedArguments) -> bool:
 
 
 def _known(y: Tensor, offs: Tensor, along: str) -> Tensor:
-    """Return a mask of the rows or columns of the result that are in a group. If K is ragged, all
-    are."""
+    """Return a mask of the rows or columns of the result that are in a group: all, if K is
+    ragged."""
     if along == "k":
         return torch.ones((), dtype=torch.bool, device=y.device)
     dimension = ("m", "n").index(along)
@@ -116,7 +116,7 @@ def _known(y: Tensor, offs: Tensor, along: str) -> Tensor:
 
 
 class _Product(autograd_state.OneLevel):
-    """As :class:`tmm_core.interop.gradients.Product`, for groups."""
+    """The grouped form of :class:`tmm_core.interop.gradients.Product`."""
 
     @staticmethod
     def forward(

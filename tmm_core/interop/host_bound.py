@@ -58,9 +58,9 @@ class Pace:
             return True, True
         event, self._event = self._event, None
         self.next = self.calls + self._interval
-        if torch.cuda.is_current_stream_capturing():  # which allows no query
+        if torch.cuda.is_current_stream_capturing():  # events cannot be queried then
             return None
-        with suppress(RuntimeError):  # another thread captures, or the launch will raise it too
+        with suppress(RuntimeError):  # another thread captures, or the launch will raise too
             if event is not None:
                 waits = bool(event.query())
                 return waits, not waits

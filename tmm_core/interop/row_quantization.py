@@ -1,4 +1,4 @@
-"""``quantize_rows``: activations in 8-bit floats, by one kernel on a GPU."""
+"""``quantize_rows``: rounds activations to 8-bit floats, by one kernel on a GPU."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tmm_core.spec.device import fingerprint
 Tensor = torch.Tensor
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
-#: Groups of the format.
+#: The sizes of the format's groups; 0: a whole row.
 _GROUPS = (0, 32, 64, 128)
 _E4M3 = torch.float8_e4m3fn
 
@@ -82,7 +82,7 @@ def _by_torch(rows: Tensor, group: int) -> tuple[Tensor, Tensor]:
 
 
 def _kernel(rows: Tensor, group: int) -> Any:
-    """The kernel for these rows; None if torch has to quantise them."""
+    """Return the kernel for these rows; None if torch has to quantise them."""
     if not rows.is_cuda:
         return None
     aligned = not (rows.data_ptr() & 15 or rows.stride(0) * rows.element_size() & 15)

@@ -1,6 +1,6 @@
 """DTensor sharding rules: which shards of the operands give which shard of the result.
 
-For each call and mesh dimension, DTensor queries the placements with which the operator works. It
+DTensor queries, for each call and mesh dimension, the placements with which the operator works. It
 redistributes operands to the cheapest of them, then runs the operator on every rank's local
 tensors. With ``out[…, m, n] = epilogue(alpha · Σ_k a[…, m, k] · b[…, k, n] + bias[n]) + residual[…,
 m, n]`` the operator works where
@@ -96,8 +96,8 @@ def grouped_shardings(*given: Any, **named: Any) -> list[Rule]:
 
 
 def _dimensions(roles: Iterable[Role], lead: Iterable[object], lacking: str) -> dict[str, Names]:
-    """Return the names of each tensor's dimensions, of which it may have only the last: ``lead``,
-    then the matrix dimensions, without those that are ``lacking``."""
+    """Return the names of each tensor's dimensions: ``lead``, then the matrix dimensions that are
+    not ``lacking``. A tensor may have only the last of these dimensions."""
     return {
         role.name: [*lead, *(each for each in role.dims.lower() if each not in lacking)]
         for role in roles
@@ -135,8 +135,8 @@ def _shard(t: Any, dimensions: Names, along: object) -> Placement:
 
 
 def in_place(call: Arguments, transposed: bool) -> torch.Tensor | None:
-    """The product of DTensors, which each rank computes from its local tensors. None if an operand
-    has to be moved, or if gradients are recorded.
+    """Return the product of DTensors, which each rank computes from its local tensors; None if an
+    operand has to be moved, or if gradients are recorded.
 
     DTensor's dispatch of an operator that is written in Python takes about 100 µs on the host, as
     long as a small product takes on a GPU. So a call is dispatched once for each kind of operands,
@@ -162,19 +162,19 @@ def in_place(call: Arguments, transposed: bool) -> torch.Tensor | None:
 
 
 def _awaited(t: Any) -> Any:
-    """The local tensor, once the collective that computes it has ended."""
+    """Return the local tensor, once the collective that computes it has ended."""
     local: Any = compat.local_tensor(t)
     return local.wait() if type(local) is not torch.Tensor and hasattr(local, "wait") else local
 
 
-#: The results' specs, by kind of call; None where operands are moved, or torch disagrees.
+#: The results' specs, by kind of call; None if operands are moved, or torch decided otherwise.
 _decided: dict[Any, Any] = {}
 #: Maximum number of kinds that are kept.
 _MOST_DECIDED = 4096
 
 
 def _decide(call: Arguments, kind: Any, transposed: bool) -> torch.Tensor:
-    """The result of the operator itself; later calls of this kind have its placements."""
+    """Return the result of the operator itself. Later calls of this kind have its placements."""
     call = call._replace(b=call.b.t()) if transposed else call
     y: Any = operator.matmul(*call[:-1])
     given: list[Any] = [t for t in (call.a, call.b, call.bias, call.residual) if t is not None]
@@ -189,7 +189,7 @@ def _decide(call: Arguments, kind: Any, transposed: bool) -> torch.Tensor:
 
 
 def _unmoved(call: Arguments, specs: Sequence[Any]) -> list[Placement] | None:
-    """The placements of the result if a rule holds for the operands' placements; else None."""
+    """Return the result's placements by the rule for the operands' placements; None without one."""
     if len({spec.mesh for spec in specs}) > 1:
         return None
     named = (name for name in ("a", "b", "bias", "residual") if getattr(call, name) is not None)

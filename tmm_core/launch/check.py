@@ -276,7 +276,7 @@ def check_parts(
 
 
 def _extents(name: str, operand: torch.Tensor, form: Format) -> tuple[int, int, int]:
-    """The rows of ``a`` or columns of ``b``, K in values, and the number of matrices."""
+    """Return the rows of ``a`` or columns of ``b``, K in values, and the number of matrices."""
     shape = operand.shape
     if operand.dim() == 1:
         return 1, shape[0] * form.pack, 1
@@ -430,7 +430,7 @@ def ranges_meet(out: torch.Tensor, t: torch.Tensor) -> bool:
 
 
 def dense(t: torch.Tensor) -> bool:
-    """Whether no gap is between a tensor's elements."""
+    """Whether a tensor has no gaps between its elements."""
     return _span(t) == t.nbytes
 
 

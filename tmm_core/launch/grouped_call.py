@@ -98,8 +98,8 @@ def check(call: GroupedArguments, epilogue: Epilogue) -> tuple[int, ...]:
         raise ValueError("a_index gathers rows of an a that has none")
 
     def numbers(t: Tensor, size: int) -> list[tuple[int, ...]]:
-        """The shapes that torch takes of one number for each row of a or column of b. Each group
-        has its own numbers, unless a row (column) belongs to one group only."""
+        """Return the shapes that torch accepts for one number per row of a or column of b. Each
+        group has its own numbers, unless a row (column) belongs to one group only."""
         if t.dim() == 3:
             return [(count, size)]
         return [(count * size,), (count, size)] if along == "k" else [(size,)]
@@ -123,11 +123,8 @@ def check(call: GroupedArguments, epilogue: Epilogue) -> tuple[int, ...]:
 
 
 def _refuse_split_blocks(pair: formats.Pair, along: Ragged | None) -> None:
-    """Refuse groups that could start within a stored element, or within a block of one scale.
-
-    Raises:
-        ValueError: They could.
-    """
+    """Raise ValueError if groups could start within a stored element, or within a block of one
+    scale."""
     if along == "k" and (pair.packs != (1, 1) or pair.blocks != (None, None)):
         raise ValueError("groups along K would split packed values, or values of one scale")
     for name, of, block in (("a", "m", pair.blocks[0]), ("b", "n", pair.blocks[1])):

@@ -19,7 +19,7 @@ from tmm_core import settings
 from tmm_core.spec.launcher import BASELINE, Bound, Launcher
 
 #: The code of the functions that launch plans, each with the plan in its variable ``plan``. The
-#: keys are ids: a caller's code need not have a hash, as some that torch.compile writes has none.
+#: keys are ids, because some code that torch.compile writes has no hash.
 ENTRIES: dict[int, CodeType] = {}
 #: Names of the kernels whose launch was found to compute a product.
 NESTING: set[str] = set()

@@ -120,7 +120,7 @@ class Plan(_Callable):
         launcher: Launcher | Bound,
         call: Arguments | GroupedArguments,
     ) -> Plan:
-        """The plan for the tensors of ``call``."""
+        """Return the plan for the tensors of ``call``."""
         named = ((name, getattr(call, name)) for name in TENSORS)
         signatures = {name: signature(name)(t) for name, t in named if t is not None}
         bound = Bound.of(launcher)
@@ -163,7 +163,7 @@ class Plan(_Callable):
     def _reading(
         self, run: Callable[..., Tensor], made_of: Arguments, read: Callable[[Arguments], Arguments]
     ) -> Callable[..., Tensor]:
-        """``run``, for operands that may be quantised tensors."""
+        """Return ``run`` for operands that may be quantised tensors."""
 
         def call(
             a: Tensor,
@@ -209,7 +209,7 @@ class Plan(_Callable):
 
         namespace["plan_check"] = check
         tensors = [getattr(call, name) for name in given]
-        # Once: a plan's calls compare addresses alone.
+        # Computed once: calls then compare only addresses.
         packed = [t.nbytes if dense(t) else 0 for t in tensors]
         namespace["plan_check_out"] = functools.partial(self._check_out, self._shape(call), packed)
         namespace["plan_same"] = _guards(call.tensors) or (lambda *_: False)
@@ -218,7 +218,7 @@ class Plan(_Callable):
         namespace["plan_as_it_is"] = functools.partial(torch.autocast, device, enabled=False)
         namespace["any_autocasts"] = autocasts
         lines = [
-            # A launcher that calls torch's functions would get other operands than the plan's.
+            # A launcher that calls torch's functions would multiply operands that autocast casts.
             "if any_autocasts() and plan_autocasts():",
             "    with plan_as_it_is():",
             f"        return {again}",
@@ -265,7 +265,7 @@ class Plan(_Callable):
                 )
 
     def _shape(self, call: Arguments) -> tuple[int, ...]:
-        """The shape of the call's result."""
+        """Return the shape of the call's result."""
         pair = formats.pair(call.a.dtype, call.b.dtype, call.formats)
         shape = tuple(product_shape(call.a, call.b, pair.packs))
         return (*shape[:-1], self.problem.n) if self.problem.gated else shape

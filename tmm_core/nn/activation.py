@@ -91,7 +91,7 @@ def _parts(function: functools.partial[Any]) -> tuple[Any, ...]:
 
 
 def recognise(module: nn.Module) -> Activation | None:
-    """The epilogue that ``module`` computes; None if none is known, or it is not proven."""
+    """Return the epilogue that ``module`` computes; None if none is known, or it is not proven."""
     if [*module.children(), *module.parameters(), *module.buffers()] or interposed(module):
         return None
     if any(getattr(type(module), name) is not getattr(nn.Module, name) for name in CALLS):
@@ -157,7 +157,7 @@ def is_elementwise(node: fx.Node) -> bool:
 
 
 def of_node(node: fx.Node, candidates: Iterable[str] = ACTIVATIONS) -> str | None:
-    """The epilogue that a node applies to its only input by a torch function, or None."""
+    """Return the epilogue that a node applies to its only input by a torch function, or None."""
     if not is_elementwise(node) or len(node.all_input_nodes) != 1:
         return None
     source = node.all_input_nodes[0]
@@ -185,8 +185,9 @@ _CLAMPS = ("clamp", "clamp_min", "clamp_max")
 
 
 def gate_epilogue(layer: nn.Module, gate: Gate) -> str | None:
-    """The epilogue of ``gate(layer, product)`` with the layer's ``alpha`` and ``limit``; None if it
-    is another function, or one that was not looked at before a graph is traced."""
+    """Return the epilogue of ``gate(layer, product)`` with the layer's ``alpha`` and ``limit``.
+
+    None if it is another function, or was not examined before a graph is traced."""
     numbers = tuple((name, getattr(layer, name, None)) for name in ("alpha", "limit"))
     if not all(type(number) in (int, float) for _, number in numbers):
         return None
@@ -197,18 +198,18 @@ def gate_epilogue(layer: nn.Module, gate: Gate) -> str | None:
 
 
 class _Gate(NamedTuple):
-    """What a layer's gate was found to be, and what that depends on."""
+    """The epilogue that a layer's gate computes, and what the proof assumed."""
 
     function: Gate
     reads: Reads
     reached: Reached
-    #: None: no known one, with these attributes.
+    #: None: it computes no known epilogue with these attributes.
     epilogue: str | None
 
     def is_(self, layer: nn.Module, gate: Gate) -> bool:
         return gate is self.function and unchanged(layer, self.reads) and self.reached.holds(layer)
 
-    def __reduce__(self) -> Any:  # copies look again
+    def __reduce__(self) -> Any:  # copies examine the gate again
         return types.NoneType, ()
 
 
@@ -227,7 +228,7 @@ def _looked_at(layer: nn.Module, gate: Gate, numbers: Reads) -> _Gate:
 
 
 def _pairs_columns(graph: fx.Graph) -> bool:
-    """Whether it takes even and odd columns, and computes with these element by element."""
+    """Whether the graph takes even and odd columns, and computes with these element by element."""
     first, *middle, last = graph.nodes
     taken = [(first, (..., slice(start, None, 2))) for start in (None, 0, 1)]
 

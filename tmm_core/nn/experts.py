@@ -1,8 +1,8 @@
 """Mixtures of experts: all experts of a layer in two grouped products.
 
-A forward sorts the chosen experts. The product of gate and up gathers rows while loading them and
-fuses the gating. The product of down weights rows and scatters them while storing. Then the experts
-of each token are summed, in a fixed order, in fp32, rounded once.
+A forward sorts the router's choices by expert. The product of gate and up gathers rows while
+loading them and fuses the gating. The product of down weights rows and scatters them while storing.
+Then the experts of each token are summed, in a fixed order, in fp32, rounded once.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Experts(nn.Module):
         activation: ``"silu"``, ``"gelu"`` (erf), ``"gelu_tanh"`` or ``"relu"``; or a gated
             epilogue, registered or as an object. If it is interleaved, as ``"clamped_swiglu"`` of
             gpt-oss, rows of gate and up alternate.
-        bias: Whether both projections have one.
+        bias: Whether both projections have a bias.
         device, dtype: As for ``torch.nn.Linear``.
 
     Raises:
@@ -104,7 +104,7 @@ class Experts(nn.Module):
                     nn.init.uniform_(t, -bound, bound)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """The weighted sum of each token's experts.
+        """Return the weighted sum of each token's experts, ``[T, H]``.
 
         Args:
             hidden_states: ``[T, H]``, one row per token.
@@ -190,13 +190,13 @@ def forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights
 
 
 def _in_groups(t: Tensor, offs: Tensor) -> Tensor:
-    """``t`` with rows of zero beyond the last group."""
+    """Return ``t`` with rows of zero beyond the last group."""
     known = torch.arange(len(t), device=t.device) < offs[-1]
     return torch.where(known[:, None], t, 0)
 
 
 def _product(layer: Any, name: str, x: Tensor, offs: Tensor, **arguments: Any) -> Tensor:
-    """The layer's projection of that name."""
+    """Return the grouped product of ``x`` and the layer's weight ``name``."""
     weight = stored_experts.of(layer, name)
     bias = getattr(layer, f"{name}_bias") if layer.has_bias else None
     # A quantised weight multiplies activations of any dtype.
@@ -213,7 +213,8 @@ def _product(layer: Any, name: str, x: Tensor, offs: Tensor, **arguments: Any) -
 
 
 def _gate_of(layer: Any) -> tuple[str | None, Any]:
-    """The epilogue of a layer's product of gate and up, and the function left to apply after it."""
+    """Return the epilogue of a layer's product of gate and up, and the function left to apply after
+    it."""
     if isinstance(layer, Experts):
         return layer.epilogue, None
     name = activated_by(getattr(layer, "act_fn", None))
@@ -233,12 +234,12 @@ def _gate_of(layer: Any) -> tuple[str | None, Any]:
 
 
 def gate_kind(layer: Any) -> Any:
-    """The class whose ``_apply_gate`` a layer of Transformers uses."""
+    """Return the class whose ``_apply_gate`` a layer of Transformers uses."""
     return getattr(layer, "gate_kind", type(layer))
 
 
 def epilogue_of(layer: Any) -> str:
-    """The epilogue fused into a layer's first product; empty: none."""
+    """Return the epilogue that is fused into a layer's first product; empty: none."""
     return _gate_of(layer)[0] or ""
 
 

@@ -73,7 +73,8 @@ def _sequence(
     others: list[str],
     decision: Decision,
 ) -> None:
-    """``nn.Sequential`` looks for its pairs at each call, since all of its forward is known."""
+    """Find the fusions of an ``nn.Sequential``. Its whole forward is known, so the converted class
+    finds its pairs again at each call."""
     for name, after in itertools.pairwise(module._modules):
         if name in layers and after in known:
             decision.fusions.append(fusion_match.Fusion(name, after, known[after].epilogue))

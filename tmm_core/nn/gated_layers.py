@@ -32,7 +32,7 @@ NAMES = ("gate_proj", "up_proj", "down_proj")
 
 
 def gated_by(activation: EpilogueLike) -> Epilogue:
-    """The gated epilogue that an activation makes, or that ``activation`` is.
+    """Return the gated epilogue of an activation, or the gated epilogue that ``activation`` is.
 
     Raises:
         UnknownNameError: There is no such activation or epilogue.
@@ -66,7 +66,7 @@ class GatedMLP(Together):
         intermediate_size: N, the width between.
         activation: ``"silu"``, ``"gelu"`` (erf), ``"gelu_tanh"`` or ``"relu"``; or a gated
             epilogue, registered or as an object.
-        bias: Whether the three layers have one.
+        bias: Whether the three layers have a bias.
         device, dtype: As for ``torch.nn.Linear``.
 
     Shapes:
@@ -154,8 +154,8 @@ class GatedMLP(Together):
         return down(between)  # type: ignore[no-any-return]
 
     def _sharded_product(self, gate: Any, up: Any, x: Tensor) -> Tensor | None:
-        """The result of :mod:`tmm_core.nn.sharded`; None if it does not apply to these layers, or
-        a mode or transform needs to see their calls."""
+        """Return the result of :mod:`tmm_core.nn.sharded`; None if it does not apply to these
+        layers, or a mode or transform needs to see their calls."""
         if torch.compiler.is_compiling() or _forward_ad._current_level >= 0:
             return None
         if compat.autocasts_on(x.device.type):

@@ -1,5 +1,5 @@
-"""gpt-oss's experts with the weights of its checkpoints: floats of 4 bits in groups of 32, each
-with an exponent (MXFP4)."""
+"""gpt-oss's experts with the weights of its checkpoints: 4-bit floats in groups of 32 that share an
+exponent (MXFP4)."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Mxfp4Experts(nn.Module):
     N]``.
 
     Args:
-        layer: A ``GptOssExperts``, whose gate and biases' dtype are used; of any device.
-        device: Of the new parameters, which are not initialised.
+        layer: A ``GptOssExperts`` on any device, whose gate and biases' dtype are used.
+        device: The device of the new parameters, which are not initialised.
     """
 
     has_gate, has_bias, is_transposed, is_concatenated = True, True, False, False

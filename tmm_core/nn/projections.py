@@ -55,7 +55,7 @@ class JointProjections(Together):
 
 
 def joint(kind: Any, names: tuple[str, ...]) -> Any:
-    """The class of attention of ``kind`` with joint projections."""
+    """Return the class of attention of ``kind`` with joint projections."""
     proven = kind.forward
     reached = Reached((body(proven),))
 
@@ -77,7 +77,7 @@ def joint(kind: Any, names: tuple[str, ...]) -> Any:
 
 def _set_product(layers: Sequence[Any], product: JointProduct | None) -> None:
     for layer in layers:
-        if torch.compiler.is_compiling():  # which has to see it
+        if torch.compiler.is_compiling():  # the compiler has to see the assignment
             layer._joint_product = product
         elif product is None:
             layer.__dict__.pop("_joint_product", None)
@@ -92,7 +92,8 @@ class _Columns:
         self._input, self._version, self._columns = x, version, columns
 
     def of(self, place: int, x: Tensor) -> Tensor | None:
-        """The projection by the layer at that place; None unless it is of ``x``, as it is now."""
+        """Return the projection by the layer at that place; None if it is not of ``x``, or ``x``
+        has changed since."""
         if x is not self._input or _version(x) != self._version:
             return None
         return self._columns.pop(place, None)
@@ -110,7 +111,7 @@ class JointProduct:
         self._columns: _Columns | None = None
 
     def of(self, layer: Any, x: Tensor) -> Tensor | None:
-        """The projection of ``x`` by ``layer``; None: the layer computes it."""
+        """Return the projection of ``x`` by ``layer``; None: the layer computes it."""
         columns = self._columns
         if columns is None:
             columns = self._columns = _Columns(x, _version(x), self._product(x))
@@ -144,9 +145,9 @@ class JointProduct:
 
 
 def _version(x: Tensor) -> int:
-    """A number that changes when ``x`` is written. It is 0 in inference mode, where torch does not
-    count writes and the forward's source has to suffice, and in compiled graphs, which have no
-    writes."""
+    """Return a number that changes when ``x`` is written. It is 0 in inference mode, where torch
+    does not count writes and the forward's source has to suffice, and in compiled graphs, which
+    have no writes."""
     return 0 if torch.compiler.is_compiling() or x.is_inference() else x._version
 
 
@@ -154,8 +155,8 @@ def _version(x: Tensor) -> int:
 
 
 def names_of(kind: type[nn.Module]) -> tuple[str, ...]:
-    """Names of the children that project one input and whose results the forward only splits into
-    heads; empty if there are fewer than two."""
+    """Return the names of the children that project one input and whose results the forward only
+    splits into heads; empty if there are fewer than two."""
     return _projected(own(kind).forward)
 
 
@@ -196,7 +197,8 @@ def _head_shapes(function: ast.FunctionDef) -> Iterator[tuple[str, str]]:
 
 
 def _projections(step: ast.stmt, heads: dict[str, str]) -> Iterator[tuple[str, str]]:
-    """``x`` and ``name`` of each ``self.name(x).view(shape)`` of a step without conditions."""
+    """Yield ``x`` and ``name`` of each ``self.name(x).view(shape)`` of a step without
+    conditions."""
     branches = (ast.IfExp, ast.BoolOp, ast.Lambda, ast.comprehension)
     nodes = list(ast.walk(step))
     if not isinstance(step, ast.Assign) or any(isinstance(n, branches) for n in nodes):
@@ -227,7 +229,7 @@ def _names(step: ast.AST) -> list[ast.Name]:
     return [node for node in ast.walk(step) if isinstance(node, ast.Name)]
 
 
-# -- the operator of compiled graphs, which cannot ask for addresses -------------------------------
+# -- the operator of compiled graphs, which cannot read addresses ----------------------------------
 
 
 def _run(x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> Tensor:

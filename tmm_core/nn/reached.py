@@ -1,7 +1,7 @@
-"""The code that a forward runs, which may be replaced after a proof about it.
+"""Detects that the code of a forward was replaced after a proof about it.
 
-A class gets another method, a module of Python another function or constant, and an interactive
-session new code for the same function. Torch's own code is not watched.
+A class may get another method, a Python module another function or constant, and a function new
+code in an interactive session. Torch's own code is not watched.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def _read(functions: Any, methods: Any, named: Any) -> Reached:
 
 
 def body(function: Any) -> tuple[Any, ...]:
-    """A function with its present code and defaults."""
+    """Return a function with its present code and defaults."""
     return function, function.__code__, function.__defaults__, function.__kwdefaults__
 
 
@@ -83,5 +83,6 @@ def is_torchs(thing: Any) -> bool:
 
 
 def calls_of(kind: type[nn.Module]) -> tuple[tuple[Any, str, Any], ...]:
-    """What torch calls around the forward of a class, for :attr:`Reached.names`."""
+    """Return the methods of a class that torch calls around its forward, for :attr:`Reached.names`;
+    none if the class is torch's own."""
     return () if is_torchs(kind) else tuple((kind, name, getattr(kind, name)) for name in CALLS)

@@ -35,9 +35,13 @@ def gated(
     join: Callable[[list[Tensor], list[Tensor]], None],
     product: Product,
 ) -> Tensor | None:
-    """The result of the two layers and the gating; None if the layers are not sharded in the same
-    way by columns of one mesh dimension, or do more than multiply. ``join`` places the shards of
-    gate (weight, bias) and of up one after the other; ``product`` is the one of this rank."""
+    """Return the result of the two layers and the gating; None if the layers are not sharded in the
+    same way by columns of one mesh dimension, or do more than multiply.
+
+    Args:
+        join: Places the shards of gate (weight, bias) and of up one after the other.
+        product: Computes this rank's part.
+    """
     if not (_column_sharded(gate) and _column_sharded(up)):
         return None
     if not _placed_alike(gate, up):
@@ -83,7 +87,7 @@ def gated(
     return whole  # type: ignore[no-any-return]
 
 
-#: Specs of results, by the specs of x and of the weight and by dtype; and how many are kept.
+#: Specs of results, by the specs of x and of the weight and by dtype, and their maximum number.
 _specs: dict[Any, Any] = {}
 _MOST_SPECS = 4096
 
@@ -94,10 +98,9 @@ _alike: weakref.WeakKeyDictionary[nn.Module, list[Any]] = weakref.WeakKeyDiction
 
 def _placed_alike(gate: Any, up: Any) -> bool:
     """Whether both layers' hooks are torch's own, and place inputs and outputs in the same way."""
-    hooks = [
-        *(gate._forward_pre_hooks, gate._forward_hooks),
-        *(up._forward_pre_hooks, up._forward_hooks),
-    ]
+    hooks = (
+        gate._forward_pre_hooks, gate._forward_hooks, up._forward_pre_hooks, up._forward_hooks,
+    )  # fmt: skip
     seen = [[*each.values()] for each in hooks]
     if _alike.get(gate) == seen:
         return True
@@ -129,7 +132,8 @@ def _column_sharded(layer: Any) -> bool:
 
 
 def _placing(hooks: Mapping[int, Any]) -> list[Any] | None:
-    """A comparable description of a layer's hooks; None if one is not torch's own for placing."""
+    """Return a comparable description of a layer's hooks; None if one is not torch's own for
+    placing."""
     done = []
     for hook in hooks.values():
         # A closure of distribute_module over the style's function and the mesh.

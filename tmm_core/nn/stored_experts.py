@@ -23,7 +23,7 @@ Tensor = torch.Tensor
 
 
 def of(layer: Any, name: str) -> Tensor:
-    """A layer's projection of that name, ``[E, N, K]``, a view of its parameters.
+    """Return a layer's weight of that name, ``[E, N, K]``, a view of its parameters.
 
     Raises:
         ValueError: Its format is unknown.
@@ -57,7 +57,7 @@ def is_fp8(layer: Any) -> bool:
 
 
 def unfit(layer: Any) -> str | None:
-    """Why an operand cannot describe the weights of an expert layer; None if one can."""
+    """Return why an operand cannot describe the weights of an expert layer; None if one can."""
     for name in ("gate_up_proj" if layer.has_gate else "up_proj", "down_proj"):
         try:
             of(layer, name)
@@ -68,7 +68,7 @@ def unfit(layer: Any) -> str | None:
 
 
 def out_of_reach(layer: nn.Module) -> str | None:
-    """Why no operand describes weights that were rearranged for other kernels, or None."""
+    """Return why no operand describes weights that were rearranged for other kernels, or None."""
     theirs = loaded("transformers.integrations.mxfp4", "Mxfp4GptOssExperts")
     if theirs is None or type(layer) is not theirs:
         return None
@@ -79,7 +79,8 @@ def out_of_reach(layer: nn.Module) -> str | None:
 
 
 def gate_of(layer: nn.Module, gate: Any, activation: str | None) -> str | None:
-    """The gated epilogue of ``FP8Experts``'s own gate; None for another gate, or if it clamps."""
+    """Return the gated epilogue of ``FP8Experts``'s own gate; None for another gate, or if it
+    clamps."""
     theirs = loaded("transformers.integrations.finegrained_fp8", "FP8Experts")
     if theirs is None or gate is not theirs._apply_gate or not defined_by(gate, theirs):
         return None

@@ -46,8 +46,8 @@ class DeviceFingerprint:
 
     @property
     def nvidia(self) -> bool:
-        """Whether it is a GPU by NVIDIA. Torch names the type of AMD's "cuda" too, with
-        capabilities that mean something else."""
+        """Whether it is a GPU by NVIDIA. Torch calls AMD's GPUs "cuda" too, and their capabilities
+        mean something else."""
         return self.type == "cuda" and not self.cuda.startswith("hip")
 
     @property
@@ -80,8 +80,8 @@ def interpreting() -> bool:
 
 
 def version_of(distribution: str) -> str:
-    """Return the version of an installed distribution; empty if its metadata states none, or if
-    they are damaged."""
+    """Return the version of an installed distribution; empty if it is not installed, or if its
+    metadata states none or is damaged."""
     with suppress(Exception):
         return importlib.metadata.version(distribution) or ""
     return ""

@@ -108,8 +108,8 @@ class Epilogue:
 
         @property
         def traced(self) -> str:
-            """A text in which epilogues that compute something else differ in this process, with
-            the variables that functions read at the time when they were made."""
+            """A text that differs, in this process, from that of epilogues that compute something
+            else. It covers the variables that functions read when the epilogue was made."""
 
         @property
         def readers(self) -> tuple[Callable[[], Any], ...]:
@@ -199,7 +199,9 @@ class Epilogue:
     def _fields(self) -> tuple[Any, ...]:
         """The fields that results depend on, without functions."""
         ports = [
-            (port.name, port.kind, str(port.dtype), port.reduce, *[port.group][: port.group])
+            (port.name, port.kind, str(port.dtype), port.reduce)
+            # Without groups the field is left out, which keeps older keys.
+            + ((port.group,) if port.group else ())
             for port in self.outputs
         ]
         flags = self.gated, self.interleaved, self.linear
@@ -228,8 +230,8 @@ class Epilogue:
 
     @cached_property
     def _frozen(self) -> tuple[Epilogue, list[tuple[Any, Any]]]:
-        """A copy of this epilogue with its present closure variables, and all variables that it
-        reads. Plans outlive calls, and equal epilogues share plans."""
+        """A copy of this epilogue with its present closure variables, because plans outlive calls
+        and equal epilogues share plans; and all variables that the epilogue reads."""
         stages, cells = self.chain, self._cells()
         if not cells:
             return self, cells
@@ -278,7 +280,7 @@ class Epilogue:
 
     @cached_property
     def bare(self) -> Epilogue:
-        """The same without outputs."""
+        """The same epilogue without auxiliary outputs."""
         bare: dict[str, Any] = {"outputs": (), "outputs_of": None}
         first, *rest = (replace(stage, **bare) for stage in self.chain)
         return functools.reduce(Epilogue.then, rest, first)

@@ -26,8 +26,8 @@ class Groups:
 
     If rows are ragged, launches may take further tensors with one number per row; the fields hold
     their dtypes. ``a_index`` is the row of ``a`` to multiply. ``out_index`` is the row of the
-    result to write, all distinct. ``out_weights`` is a factor that is applied after the epilogue
-    and before the residual, in the order of the result's rows.
+    result to write; these rows are distinct. ``out_weights`` is a factor that is applied after the
+    epilogue and before the residual, in the order of the product's rows.
 
     Scales of 8-bit operands are ``a_scale`` per row and ``b_scale`` per column of each group
     (:meth:`Problem.shape`).

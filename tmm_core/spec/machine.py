@@ -1,4 +1,4 @@
-"""The peak rates of a GPU, on which all estimates of time are based.
+"""Holds the peak rates of GPUs, on which all estimates of time are based.
 
 Estimates rank configs and replace missing measurements. A measurement always takes precedence.
 """

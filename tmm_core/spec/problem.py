@@ -53,9 +53,9 @@ class Problem:
     #: dtype of the bias vector, or None.
     bias: torch.dtype | None = None
     residual: Operand | None = None
-    #: alpha is not one.
+    #: Whether alpha is not one.
     scaled: bool = False
-    #: fp32 operands may be rounded to TF32.
+    #: Whether fp32 operands may be rounded to TF32.
     tf32: bool = False
     #: The products of a ragged problem.
     groups: Groups | None = None
@@ -124,7 +124,7 @@ class Problem:
         return {"m": self.m, "n": self.n, "k": self.k}[self.along]
 
     def at(self, extent: int) -> Problem:
-        """The same problem with another size of that dimension."""
+        """Return the same problem with another size of that dimension."""
         change: dict[str, Any] = {self.along: extent}
         return replace(self, **change)
 
@@ -234,7 +234,7 @@ class Problem:
 
     @property
     def flops(self) -> int:
-        """Multiply-adds counted as two, epilogue left out."""
+        """The product's FLOPs: a multiply-add counts as two, the epilogue is not counted."""
         return 2 * self.batch * self.m * self.width * self.k
 
     @property
@@ -353,10 +353,9 @@ def stored_operands(call: Arguments | GroupedArguments) -> dict[str, dict[str, A
         if name and IMPLIED.get(getattr(call, operand).dtype) is named(name):
             name = ""  # its dtype implies it
         if name or scale is not None:
-            of_scale = Scale.of(scale, block)
             found[operand] = {
                 "format": name,
-                "scale": of_scale,
+                "scale": Scale.of(scale, block),
                 "zero": None if zero is None else zero.dtype,
             }
     return found

@@ -1,7 +1,7 @@
 """Tools for authors of kernels: a conformance suite and debugging helpers.
 
-Everything is imported lazily: the suite needs pytest and the device functions need Triton, which
-a module that only checks its tensors must not have to install.
+Everything is imported lazily: the suite needs pytest, and the device functions need Triton. A
+module that only checks its tensors needs neither.
 """
 
 from __future__ import annotations

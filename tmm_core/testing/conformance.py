@@ -183,16 +183,16 @@ class KernelConformance(RaggedProblems):
         self._check(probe)
 
     def test_verification(self, probe: Problem) -> None:
-        """Right in the ways that tuning verifies first: without ``out=``, on other inputs with
-        other addresses and leading strides, and repeated. NaN and Inf reach exactly the elements
-        that they reach in the reference."""
+        """The result is right in the ways that tuning verifies first: without ``out=``, on other
+        inputs with other addresses and leading strides, and repeated. NaN and Inf reach exactly the
+        elements that they reach in the reference."""
         self._check(probe, "repeated")
 
     def test_use(self, probe: Problem) -> None:
-        """Right in all further ways of use: N-D operands and plans, torch's modes, two threads at
-        once, values that change at the same address, and strides of zero. One tensor may be two
-        arguments, and numbers are small and large. It changes no state of the process and keeps no
-        result."""
+        """The result is right in all further ways of use: N-D operands and plans, torch's modes,
+        two threads at once, values that change at the same address, and strides of zero. One tensor
+        may be two arguments, and numbers are small and large. It changes no state of the process
+        and keeps no result."""
         self._check(probe, "whole")
 
     def test_every_tile(self) -> None:
@@ -201,8 +201,9 @@ class KernelConformance(RaggedProblems):
             self._check(probe)
 
     def test_use_of_ragged(self) -> None:
-        """Right in all further ways of use, for kernels that accept groups: groups of one row, all
-        rows in one group, most groups empty, and rows gathered from more rows or from one."""
+        """The result is right in all further ways of use, for kernels that accept groups: groups of
+        one row, all rows in one group, most groups empty, and rows gathered from more rows or from
+        one."""
         for problem in self._served(self.ragged_in_use()):
             self._check(problem, "whole")
 

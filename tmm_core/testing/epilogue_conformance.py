@@ -230,7 +230,7 @@ class EpilogueConformance(Suite):
         return y
 
     def _close(self, found: Tensor, exact: Tensor, what: str, limit: float | None) -> None:
-        """``limit`` is relative; None: fp32's tolerance of a kernel."""
+        """Fail if the relative error exceeds ``limit``; None: fp32's tolerance of a kernel."""
         if limit is None:
             limit = compare.TOLERANCE[torch.float32] * self.slack
         found, exact = found.detach().double().cpu(), exact.detach().double().cpu()

@@ -1,4 +1,4 @@
-"""User-defined epilogues and functions of outputs, which the suites pass to kernels."""
+"""Defines epilogues and functions of outputs as users do; the suites pass them to kernels."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Compiles a Triton kernel from an explicit signature, which states constants, divisibility and
-integer widths; its GPU need not be present."""
+integer widths. The GPU need not be present."""
 
 from __future__ import annotations
 
@@ -139,8 +139,8 @@ def _callees(fn: JITFunction[Any]) -> list[Any]:
 def compile_for(
     target: GPUTarget, src: ASTSource, *, edits: Sequence[str] = (), **options: Any
 ) -> CompiledKernel:
-    """Compile for a GPU that need not be present, or find the kernel in Triton's cache. Thread-safe
-    without a lock.
+    """Compile for a GPU that need not be present, or find the kernel in Triton's cache. Threads may
+    call it without a lock.
 
     Args:
         edits: Names of edits of its PTX (:mod:`tmm_core.triton.ptx`).

@@ -90,13 +90,13 @@ class Dequantize:
         scaled: bool, zeros: bool,
     ) -> None:  # fmt: skip
         build = arguments(operand, k, dtype, scaled, zeros)
-        self._dtype, self._parts = dtype, (scaled, zeros)
+        self._dtype = dtype
         self._chunk, self._rows = build["constants"]["CHUNK"], build["constants"]["ROWS"]
         self._pack = build["constants"]["PACK"]
         self.launch = Launch(dequantize_kernel, device=device, **build)
 
     def __call__(self, stored: Tensor, scale: Tensor | None, zero: Tensor | None) -> Tensor:
-        """The values, ``[…, N, K]``, row-major.
+        """Return the values, ``[…, N, K]``, row-major.
 
         Args:
             stored: ``[N, K/pack]`` or ``[Z, N, K/pack]``, with adjacent elements along K.
@@ -166,20 +166,20 @@ def arguments(
     }  # fmt: skip
 
 
-#: The first fault has been reported.
+#: The text of the first fault, once it was reported.
 _reported: list[str] = []
 
 
 def dequantizer(
     problem: Problem, of: str, dtype: torch.dtype, folds: bool = False
 ) -> Dequantize | None:
-    """The pass for operand ``"a"`` or ``"b"`` of a problem, with its grids of scales and zero
-    points. None where torch's operators have to convert it: not on a GPU, not contiguous along K,
-    or a format or device that the kernel cannot serve. Also None, with one warning, if a compiler
-    failed.
+    """Return the pass for operand ``"a"`` or ``"b"`` of a problem, with its grids of scales and
+    zero points. None if torch's operators have to convert the operand: it is not on a GPU or not
+    contiguous along K, or the kernel cannot serve its format or device. Also None, with one
+    warning, if a compiler failed.
 
     Args:
-        folds: Apply scales of rows and of all values too, which are given as grids.
+        folds: Also apply scales of rows and of whole tensors, which are given as grids.
     """
     operand: Operand = getattr(problem, of)
     device, form = problem.device, operand.form

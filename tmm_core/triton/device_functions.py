@@ -75,8 +75,8 @@ def device_derivative(epilogue: Epilogue) -> Any:
 
 
 def port_function(port: Port) -> Any:
-    """The ``@triton.jit`` function of what an output of an epilogue holds or reduces: takes an fp32
-    block of the result and returns one of its shape.
+    """Return the ``@triton.jit`` function of an epilogue's output: it takes an fp32 block of the
+    result and returns the block of its shape that the output holds or reduces.
 
     Raises:
         ValueError: It has no device function (``port.fusable`` is False).
@@ -154,8 +154,8 @@ def _baked(device: Any, stage: Epilogue) -> Any:
 
 
 def _generated(lines: list[str], names: dict[str, Any], title: str) -> Any:
-    """The ``@triton.jit`` function with these lines, which use these names: Triton compiles from
-    source only, which it reads through linecache, here under ``title``."""
+    """Return the ``@triton.jit`` function with these lines, which use these names. Triton compiles
+    only from source, and reads it through linecache, here under ``title``."""
     source = "\n".join([*lines, ""])
     filename = f"<tmm {title}>"
     linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
@@ -173,9 +173,9 @@ def _jitted(device: Any, of: str) -> Any:
 
 @functools.cache
 def _compiled(function: types.FunctionType, _identity: Hashable) -> Any:
-    """A copy of a plain function under ``@triton.jit``, in which the globals and closure variables
-    that it reads are what Triton accepts: functions like it are jitted, numbers and texts are
-    constants. ``_identity`` changes with them."""
+    """Return a copy of a plain function under ``@triton.jit``, whose globals and closure variables
+    are what Triton accepts: plain functions are jitted, numbers and texts are constants.
+    ``_identity`` changes with them."""
     code = function.__code__
     cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
     names = {

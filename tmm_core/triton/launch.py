@@ -145,7 +145,8 @@ class Launch:
     def tensor_map(
         self, name: str, describe: Callable[[torch.Tensor], Any]
     ) -> Callable[[torch.Tensor], Any]:
-        """A function from a tensor to the argument for the ``tensordesc`` parameter ``name``.
+        """Return a function from a tensor to the argument for the ``tensordesc`` parameter
+        ``name``.
 
         Triton encodes a tensor map for every descriptor of every launch. The returned function
         caches the maps of the last tensors, so that a warm launch encodes none.
@@ -158,7 +159,7 @@ class Launch:
         return TensorMaps(describe, self._maps[name]) if name in self._maps else describe
 
     def text(self, prefix: str, grid: Iterable[str], places: Mapping[str, str]) -> str:
-        """The source of one launch, for :func:`launcher`.
+        """Return the source of one launch, for :func:`launcher`.
 
         Args:
             prefix: The prefix of the names in :attr:`namespace`.
@@ -168,7 +169,8 @@ class Launch:
         return self._template.format(_=prefix, grid=", ".join(grid), arguments=", ".join(arguments))
 
     def guard(self, prefix: str, again: str) -> str:
-        """The statement that runs ``again`` on the launch's device if that is not current."""
+        """Return the statement that runs ``again`` on the launch's device if that is not
+        current."""
         if self.compiled is None:
             return "pass"
         return (
@@ -230,7 +232,7 @@ class _TensorMap(tuple[Any, ...]):
 
 
 def _launcher_class() -> type:
-    """The class of the launcher objects of the current driver."""
+    """Return the class of the current driver's launcher objects."""
     return triton.runtime.driver.active.launcher_cls  # type: ignore[no-any-return]
 
 
@@ -245,8 +247,8 @@ def _without_constants(src: ASTSource) -> Any:
 
 
 def _direct(compiled: CompiledKernel, low: CCall | None, device: int) -> tuple[str, dict[str, Any]]:
-    """Source that only launches the compiled handle, with placeholders for grid, arguments and the
-    prefix of its names, and the values of these names.
+    """Return source that only launches the compiled handle, with placeholders for grid, arguments
+    and the prefix of its names; and the values of these names.
 
     Args:
         low: The call of the C function of the installed Triton. Without it the launcher object is

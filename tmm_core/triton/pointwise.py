@@ -111,7 +111,7 @@ class Pointwise:
         self._compiled(dtype, True, aligned)
 
     def forward(self, z: Tensor) -> Tensor:
-        """The epilogue of ``z``, row-major and aligned to 16 bytes."""
+        """Return the epilogue of ``z``, which is row-major and aligned to 16 bytes."""
         y = z.new_empty((*z.shape[:-1], self._columns))
         m = z.numel() // self._width
         if m:
@@ -121,7 +121,7 @@ class Pointwise:
         return y
 
     def backward(self, grad: Tensor, z: Tensor) -> Tensor:
-        """``grad``, of any strides, times the derivative at ``z``."""
+        """Return ``grad``, of any strides, times the derivative at ``z``."""
         dz = torch.empty_like(z)
         m = z.numel() // self._width
         if not m:
@@ -132,11 +132,9 @@ class Pointwise:
         dense = column == 1
         call = self._compiled(grad.dtype, dense, not (grad.data_ptr() & 15 or row & 15))
         address = self._address
-        call(
-            *(-(-m // BLOCK_M) * self._tiles, 1, 1),
-            *(address(grad), address(z), address(dz), m, self._columns, self._width),
-            *((row,) if dense else (row, column)),
-        )
+        programs, strides = -(-m // BLOCK_M) * self._tiles, (row,) if dense else (row, column)
+        given = address(grad), address(z), address(dz), m, self._columns, self._width
+        call(programs, 1, 1, *given, *strides)
         return dz
 
     def _compiled(self, dtype: torch.dtype, dense: bool, aligned: bool) -> Callable[..., None]:

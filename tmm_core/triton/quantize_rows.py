@@ -85,11 +85,11 @@ class QuantizeRows:
     """The pass for rows of one dtype, length and alignment on one device.
 
     Args:
-        dtype: Of the rows.
+        dtype: The dtype of the rows.
         k: Values in a row, one or more.
         group: Values that share a scale, a power of two from 16 to 128; 0: all of a row.
         aligned: Whether the address and the distance of rows are multiples of 16 bytes.
-        device: Where they are.
+        device: The device of the rows.
 
     Raises:
         Exception: What Triton raises when it cannot compile or load the kernel.
@@ -98,13 +98,13 @@ class QuantizeRows:
     def __init__(
         self, dtype: torch.dtype, k: int, group: int, aligned: bool, device: torch.device
     ) -> None:
-        self._k, self._group = k, group
+        self._group = group
         fn, given = arguments(dtype, k, group, aligned)
         launch = Launch(fn, device=device, **given)
         self._call, self._address = launch.call, launch.address
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The stored numbers ``[M, K]``, row-major, and the scales ``[M, 1]`` or ``[M,
+        """Return the stored numbers ``[M, K]``, row-major, and the scales ``[M, 1]`` or ``[M,
         ⌈K/group⌉]``, column-major.
 
         Args:
@@ -126,7 +126,7 @@ class QuantizeRows:
 
 
 def arguments(dtype: torch.dtype, k: int, group: int, aligned: bool) -> tuple[Any, dict[str, Any]]:
-    """The kernel, and its types, constants, divisibility and options."""
+    """Return the kernel, and its types, constants, divisibility and options."""
     types = {
         "x_ptr": pointer(dtype), "stored_ptr": pointer(torch.float8_e4m3fn),
         "scale_ptr": pointer(torch.float32),

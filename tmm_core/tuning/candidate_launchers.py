@@ -154,7 +154,7 @@ class CandidateLaunchers:
     # -- binding ---------------------------------------------------------------------------
 
     def bound(self, jobs: Sequence[CompileJob]) -> Steps[dict[CompileJob, Outcome]]:
-        """The launcher of each job, or the reason why there is none."""
+        """Return the launcher of each job, or the exception that kept it from being bound."""
         self.submit(jobs)
         found: dict[CompileJob, Outcome] = {}
         while some := (yield from self.some()):
@@ -162,9 +162,9 @@ class CandidateLaunchers:
         return found
 
     def some(self) -> Steps[dict[CompileJob, Outcome]]:
-        """The outcomes of the submitted jobs that were bound since the last call: of all compiled
-        jobs, and of at least one. Only stalled jobs still have threads, so launches may be timed.
-        Empty if no job is left."""
+        """Return the outcomes of the submitted jobs that were bound since the last call: of all
+        compiled jobs, and of at least one. Only stalled jobs still have threads, so launches may be
+        timed. The dict is empty if no job is left."""
         if self._first:
             self._launch_first(self._first)
         while self._waiting or self._binding or self._outcomes:

@@ -50,7 +50,7 @@ class CandidateRun:
     reason: str | None = None
     #: The exception behind the reason, if there was one.
     raised: BaseException | None = None
-    #: The fault of the environment that left it untried.
+    #: The fault of the environment that left the candidate untried.
     cause: Cause | None = None
     #: Bytes of scratch memory.
     workspace: int = 0
@@ -150,7 +150,7 @@ def reserves(problem: Problem, racing: Sequence[CandidateRun]) -> list[Candidate
 
 
 def _fastest_first(racing: Sequence[CandidateRun]) -> list[CandidateRun]:
-    """Return the candidates that run and were timed, fastest first."""
+    """Return the candidates that are still in the tuning and were timed, fastest first."""
     timed = (run for run in racing if run.runner is not None and run.samples)
     return sorted(timed, key=lambda run: run.time)
 

@@ -26,7 +26,7 @@ _DOES_NOT_FIT = ("OutOfResources",)
 #: Maximum characters of a reason in a warning.
 _SHOWN = 400
 
-#: The reason of this process's warning about its environment; empty before that.
+#: The reason in this process's warning about its environment; empty until it is issued.
 _warned: set[str] = set()
 
 
@@ -55,13 +55,14 @@ class Findings:
 
     def leave(self, kernel: Kernel[Any], left: Left) -> None:
         """Note a kernel if the environment left some or all of its candidates untried."""
-        name, before = (kernel.name, kernel.version), self.left.get((kernel.name, kernel.version))
+        name = kernel.name, kernel.version
+        before = self.left.get(name)
         if before is None or GRAVEST.index(left.cause) < GRAVEST.index(before.cause):
             self.left[name] = left
         if isinstance(kernel, CheckedKernel) and kernel.fault is not None:
             self.reported.add(name)
 
-    def blame(self, kernel: Kernel[Any], reason: str, raised: BaseException | None = None) -> None:
+    def blame(self, kernel: Kernel[Any], reason: str, raised: BaseException | None) -> None:
         """Note a fault of a kernel's own code."""
         source = kernel.source if isinstance(kernel, CheckedKernel) else Source(kernel.name)
         fault = Fault(kernel.name, placed(kernel, reason, raised))

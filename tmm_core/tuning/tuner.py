@@ -63,7 +63,7 @@ class Tuner:
     workers: int = field(default_factory=compiling_threads)
     #: The pool of compiling processes; by default the one of this process.
     compilers: Compilers = field(default_factory=default_compilers)
-    #: Launches candidates in another process first; None: it is left out.
+    #: Launches candidates in another process first; None: they are only launched in this one.
     first_launches: FirstLaunches | None = None
     #: Jobs that are already compiling for problems to be tuned next.
     prepared: dict[Problem, dict[CompileJob, Future[None]]] = field(default_factory=dict)
@@ -181,8 +181,10 @@ class Tuner:
         device = current_device(problem.device)
         # Each thread that binds may delay a call by 5 ms (the GIL).
         workers = 1 if settings.on_cache_miss == "background" else self.workers
-        more = device, settings.tune_memory, deadline, ahead
-        launchers = CandidateLaunchers(self.compilers, workers, self.first_launches, *more)
+        launchers = CandidateLaunchers(
+            self.compilers, workers, self.first_launches, device, settings.tune_memory, deadline,
+            ahead,
+        )  # fmt: skip
         return Tuning(problem, settings, self.timer or timer_for(device), launchers, findings)
 
     def _run(self, tuning: Tuning, steps: Steps[None], deadline: Deadline) -> Steps[None]:

@@ -34,8 +34,8 @@ ROOM = 1 << 30
 FP64_FLOPS = 2**38
 
 #: Largest accepted |out − ref| / (|ref| + rms(ref)), by the dtype that limits precision: about two
-#: units in the last place of the result. TF32 rounds operands to 11 bits. These errors of 2⁻¹¹
-#: average out to 4e-4 rms, and to 5.5 σ over 10⁸ elements.
+#: units in the last place of the result. TF32 rounds operands to 11 bits. Errors of 2⁻¹¹ average
+#: out to 4e-4 rms, and the largest of 10⁸ is 5.5 times that.
 TOLERANCE = {
     torch.float64: 1e-12,
     torch.float32: 2e-5,
@@ -61,7 +61,7 @@ SMALLER = 16.0
 
 
 def ranges(ends: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """Each group with its start and end."""
+    """Yield each group with its start and end."""
     for group, (start, end) in enumerate(itertools.pairwise([0, *ends])):
         yield group, start, end
 
@@ -83,7 +83,7 @@ class Sample(NamedTuple):
             worst(*(t[low : low + step] for t in (out, self.numbers, self.sizes)))
             for low in range(0, len(self.numbers), step)
         ]
-        return functools.reduce(torch.maximum, pieces)  # which propagates NaN
+        return functools.reduce(torch.maximum, pieces)  # propagates NaN
 
 
 def expected(
@@ -200,6 +200,7 @@ class Piece(NamedTuple):
         z: The epilogue's input.
         weights: The factors of the epilogue's output, or one.
         y: The result.
+        alpha: The factor of the product.
     """
 
     product: torch.Tensor
@@ -217,7 +218,7 @@ def _piece(
     at: torch.Tensor,
     cols: torch.Tensor,
 ) -> Piece:
-    """Rows ``rows`` of the product, which are rows ``at`` of the result."""
+    """Return some columns of the product's ``rows``, which are the rows ``at`` of the result."""
     index, given = rows, inputs.rows
     if given is not None and given.a_index is not None:
         index = given.a_index.long()[rows]

@@ -33,8 +33,9 @@ from tmm_core.verify.nonfinite import AXES, NonFinite, nonfinite_inputs
 from tmm_core.verify.ragged_inputs import Inputs, poison, rows_read
 from tmm_core.verify.random_inputs import Recipe
 
-#: Default limit of verification's memory, besides a quarter of a GPU's free memory or a sixteenth
-#: of a CPU's memory. One set of inputs with samples of its result may exceed it.
+#: Default limit of verification's memory, in bytes. A quarter of a GPU's free memory, or a
+#: sixteenth of a CPU's memory, limits it too. One set of inputs with samples of its result may
+#: exceed it.
 MOST_MEMORY = 4 << 30
 
 #: Sampled rows, and columns: one at random from each of this many equal stripes, plus the first and
@@ -103,9 +104,11 @@ class Expected:
         return found + torch.where(sums[1:].isnan().any(), 0.0, sums[0]).to(found.dtype)
 
 
-#: The largest result, in bytes, that malloc takes from its lists of free blocks, the room for its
-#: alignment, and a byte that makes floats of every dtype NaN.
-_SMALL, _ROOM, _NAN = 2**16, 160, 0xFF
+#: The largest result, in bytes, that malloc takes from its lists of free blocks, and the room for
+#: its alignment.
+_SMALL, _ROOM = 2**16, 160
+#: A byte that makes floats of every dtype NaN.
+_NAN = 0xFF
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,10 +116,10 @@ class InputSet:
     """Inputs between guard bands, and the expected results.
 
     Attributes:
-        called: Says in messages which inputs these are.
-        slack: The tolerance added for them.
-        once: Later launches have other inputs.
-        judges_outputs: Auxiliary outputs are compared.
+        called: Names these inputs in messages.
+        slack: Added to the tolerance.
+        once: Whether later launches have other inputs.
+        judges_outputs: Whether auxiliary outputs are compared.
     """
 
     called: ClassVar = ""
@@ -185,7 +188,7 @@ class DataSets:
 
     @property
     def at_once(self) -> int:
-        """How many elements to compare at a time."""
+        """The number of elements to compare at a time."""
         return max(1 << 12, min(COMPARED, self.limit // 160))
 
     def sets(self) -> list[InputSet]:

@@ -1,7 +1,7 @@
-"""The other forms of a launcher (:class:`tmm_core.spec.launcher.Bound`), called like the launcher.
+"""Wraps the other forms of a launcher (:class:`tmm_core.spec.launcher.Bound`) to be called like it.
 
-So they are verified in the same ways: a source that a plan inlines, or a launcher of N-D operands,
-may be wrong where the launcher itself is right.
+They are then verified in the same ways. A source that a plan inlines, or a launcher of N-D
+operands, may be wrong where the launcher itself is right.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class WrongError(Exception):
 
 @dataclass(frozen=True)
 class Source:
-    """Launches a launcher's source as plans call it, with a plan for each signature."""
+    """Calls a launcher's source as plans do, with a plan for each signature."""
 
     problem: Problem
     bound: Bound
@@ -56,7 +56,8 @@ class Source:
 
 @dataclass(frozen=True)
 class Folded:
-    """Launches on N-D operands: ``lead`` are the dimensions of their rows, or of a batch."""
+    """Calls a launcher of N-D operands: ``lead`` are the dimensions of their rows, or of a
+    batch."""
 
     problem: Problem
     bound: Bound

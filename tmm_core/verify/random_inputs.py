@@ -100,7 +100,7 @@ class Recipe:
     weights: bool = False
 
 
-#: Inputs to time and to compare: poison takes launches and memory.
+#: For timing and comparing. Poison would take launches and memory.
 DEFAULT = Recipe(poisoned=False)
 
 #: Maximum number of 16-bit numbers that are drawn as fp32.
@@ -221,7 +221,7 @@ def _draw(t: Tensor, pattern: Pattern, generator: torch.Generator) -> Tensor:
     return t.neg_() if pattern == "negative" else t
 
 
-def _cancel(name: str, t: Tensor, k: int, generator: torch.Generator) -> Tensor:
+def _cancel(name: str, t: Tensor, k: int, generator: torch.Generator) -> None:
     """Fill an operand with numbers around one; see :class:`Values`."""
     size = (2 * PEAK / k) ** 0.5
     vary = min(0.25, SPREAD * math.sqrt(k) / (2 * PEAK))
@@ -230,17 +230,15 @@ def _cancel(name: str, t: Tensor, k: int, generator: torch.Generator) -> Tensor:
         half, odd = divmod(t.shape[-1], 2)
         t.narrow(-1, half, odd).zero_()
         t.narrow(-1, half + odd, half).neg_()
-    return t
 
 
-def _sparse(name: str, t: Tensor, generator: torch.Generator) -> Tensor:
+def _sparse(name: str, t: Tensor, generator: torch.Generator) -> None:
     """Fill an operand with whole numbers; see :class:`Values`."""
     t.normal_(generator=generator).round_().clamp_(min=0)
     lines = t if name == "a" else t.mT
     if name == "a":
         lines[..., 1::2, :] = lines[..., : lines.shape[-2] // 2 * 2 : 2, :]
     lines[..., 2::3, :] = 0
-    return t
 
 
 def make(
@@ -252,12 +250,12 @@ def make(
     recipe: Recipe = DEFAULT,
     filled: bool = True,
 ) -> Inputs:
-    """Random inputs of the problem's sizes and stride classes.
+    """Return random inputs of the problem's sizes and stride classes.
 
     Args:
         seed: By default a different seed each time.
         allocate: Allocates the tensors; by default each separately.
-        filled: Whether they are filled, for callers that need their shapes and strides alone.
+        filled: Fill the tensors. Some callers need only their shapes and strides.
     """
     generator = seeded(device, seed)
 

@@ -40,7 +40,7 @@ class WaysOfUse(CheckedLauncher):
     """Further ways to launch a launcher; BLAS, which is not judged, has none. Methods raise
     :class:`WrongError` with the first fault."""
 
-    #: Says in messages which form of a launcher this is.
+    #: Names this form of the launcher in messages.
     called = ""
     #: The checks of the launcher's other forms, once they are made.
     _forms: list[WaysOfUse] | None = None
@@ -74,7 +74,7 @@ class WaysOfUse(CheckedLauncher):
             self._try(of, when, form=flat)
 
     def every_form(self) -> list[WaysOfUse]:
-        """These checks, and the same of each other form of the launcher."""
+        """Return these checks, and the checks of each other form of the launcher."""
         if self._forms is None:
             data, self._forms = self._data, []
             if not (self._baseline or self._outputs or data.problem.groups) and data.allocates:
@@ -85,8 +85,8 @@ class WaysOfUse(CheckedLauncher):
         return [self, *self._forms]
 
     def modes(self) -> Steps[None]:
-        """Launch in each mode of torch: without ``out`` under autocast to the dtype of operands and
-        result, which then needs no cast; and into an output, for which no call casts."""
+        """Launch in each mode of torch, without ``out`` and into an output. Under autocast, the
+        operands and the result have the dtype to which it casts, so no cast is needed."""
         problem, of = self._data.problem, self._data.sets()[0]
         if self._baseline:
             return
@@ -206,7 +206,7 @@ def folds(problem: Problem, inputs: Inputs) -> Iterator[tuple[Inputs, tuple[int,
             if in_class(swapped.flatten(0, 1), problem.a):
                 yield replace(given, a=swapped.copy_(given.a)), (*lead, n)
         if lead == (1, m):
-            # Rows that lie apart in one dimension: the views of a kernel's own are copies.
+            # Rows with gaps in one dimension: a kernel that flattens them itself gets copies.
             part, rest = (2, m // 2) if m % 2 == 0 else (1, m)
             apart = inputs.a.new_empty((part, rest + 1, *inputs.a.shape[1:]))[:, :rest]
             if in_class(apart.flatten(0, 1), problem.a):

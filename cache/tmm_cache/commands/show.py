@@ -22,7 +22,7 @@ from tmm_cache.store import CacheStore
 
 _NUMBERS: Final = ("µs", "vs blas")
 _COLUMNS: Final = ("problem", "operands, epilogue", "kernel", *_NUMBERS, "record")
-#: Digits of a digest in a list: they mostly distinguish 10,000 records, and fit 100 columns.
+#: Digits of a digest in a list. They distinguish most of 10,000 records, and fit 100 columns.
 _DIGITS: Final = 6
 
 
