@@ -11,10 +11,10 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -309,6 +309,80 @@ def test_scales_are_placed_like_their_operands(
     for placed, error in world.run(partial(scaled, of_a, of_b)):
         assert placed == of_y
         assert error < 1e-4
+
+
+class Stored(NamedTuple):
+    """A product with a quantised weight ``[N, K]``, or one for each of three groups; placements of
+    ``x``, of the weight's numbers and scales, and of the result."""
+
+    format: str
+    n: int
+    k: int
+    block: tuple[int, int]
+    x: str
+    weight: str
+    scale: str
+    result: str
+    grouped: bool = False
+
+
+#: Scales by row, by group and by block, of which shards hold whole ones or not.
+STORED = [
+    Stored("int8", 32, 64, (1, 0), "R", "S0", "S0", "S1"),
+    Stored("int8", 30, 96, (1, 32), "R", "S0", "S0", "S1"),
+    Stored("int8", 32, 128, (1, 32), "S1", "S1", "S1", "P"),
+    Stored("int8", 32, 128, (1, 32), "S1", "S1", "R", "P"),
+    Stored("int8", 32, 96, (1, 32), "S1", "S1", "R", "R"),
+    Stored("int4", 32, 128, (1, 32), "S1", "S1", "S1", "P"),
+    Stored("int4", 32, 66, (1, 0), "S1", "S1", "R", "R"),
+    Stored("mxfp4", 32, 128, (1, 32), "S1", "S1", "S1", "P"),
+    Stored("blocked", 64, 128, (8, 32), "R", "S0", "S0", "S1"),
+    Stored("blocked", 60, 128, (8, 32), "R", "S0", "S0", "R"),
+    Stored("blocked", 8, 128, (8, 32), "R", "S0", "R", "S1"),
+    Stored("blocked", 64, 128, (8, 32), "S1", "S1", "S1", "P"),
+    Stored("int8", 32, 128, (1, 32), "R", "S1", "S1", "S1", grouped=True),
+    Stored("int4", 32, 128, (1, 32), "S1", "S2", "S2", "P", grouped=True),
+    Stored("blocked", 60, 128, (8, 32), "R", "S1", "S1", "R", grouped=True),
+]
+
+
+def stored_product(case: Stored) -> tuple[str, float]:
+    """The placement of the result, and its largest error, in parts of the largest number."""
+    from torch.distributed.tensor import distribute_tensor, init_device_mesh
+
+    from tmm_core import formats
+
+    if "blocked" not in formats.FORMATS:
+        formats.add(replace(formats.named("int8"), name="blocked", grids=((8, 32),)))
+    mesh = init_device_mesh("cpu", (4,))
+    chance = torch.Generator().manual_seed(4)
+    count = 3 if case.grouped else 1
+    values = torch.randn(count, case.n, case.k, generator=chance)
+    each = [tmm_core.quantize(matrix, case.format, block=case.block) for matrix in values]
+    parts = [torch.stack([getattr(w, name) for w in each]) for name in ("stored", "scale")]
+    stored, scale = parts if case.grouped else (part[0] for part in parts)
+    how = {"format": case.format, "block": each[0].block}
+    x = torch.randn(9, case.k, generator=chance).bfloat16()
+    ends = torch.tensor([2, 5, 9], dtype=torch.int32)
+    placed = zip((x, stored, scale, ends), (case.x, case.weight, case.scale, "R"), strict=True)
+    sharded = [distribute_tensor(t, mesh, placements(text)) for t, text in placed]
+    weight = tmm_core.Quantized(sharded[1], sharded[2], **how)
+    dense = tmm_core.Quantized(stored, scale, **how).dequantize().double()
+    if case.grouped:
+        y = tmm_core.grouped_linear(sharded[0], weight, offs=sharded[3])
+        expected = tmm_core.grouped_linear(x.double(), dense, offs=ends)
+    else:
+        y = tmm_core.linear(sharded[0], weight)
+        expected = x.double() @ dense.t()
+    error = (y.full_tensor().double() - expected).abs().max() / expected.abs().max()
+    return spell(y.placements), float(error)
+
+
+@pytest.mark.parametrize("case", STORED, ids=lambda case: " ".join(map(str, case)))
+def test_shards_of_quantised_weights_hold_whole_blocks(world: World, case: Stored) -> None:
+    for placed, error in world.run(stored_product, case):
+        assert placed == case.result
+        assert error < 2e-2
 
 
 def test_a_bias_is_not_taken_for_a_residual(world: World) -> None:

@@ -10,6 +10,9 @@ m, n]`` the operator works where
 * K is sharded in ``a`` and ``b``, so that each rank holds a term of the sum. The epilogue must be
   linear, and bias and residual must be terms of such a sum too.
 
+If an operand has one scale for each block of values, or several values in a stored element, shards
+are equal and hold whole blocks and elements. Otherwise there is no rule for the dimension.
+
 A gated epilogue pairs column n of ``b`` with column N + n. A contiguous shard of the 2N columns
 holds one without the other, so there is no rule for the columns. Shard the gate and the up
 projection the same way, and call with local tensors, as ``examples/tensor_parallel_swiglu.py``
@@ -31,8 +34,9 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 from torch.distributed.tensor.placement_types import Placement
 
-from tmm_core import compat
+from tmm_core import compat, formats
 from tmm_core.errors import TmmWarning
+from tmm_core.formats import grids
 from tmm_core.interop import grouped_operator, operator
 from tmm_core.interop.autograd_state import recorded
 from tmm_core.launch import warm
@@ -73,7 +77,7 @@ def shardings(*given: Any, **named: Any) -> list[Rule]:
     call: Any = Arguments(*given, **named)
     a, b = call.a, call.b
     lacking = "m" * (a.ndim == 1) + "n" * (b.ndim == 1)
-    dimensions = _dimensions(ROLES, range(max(a.ndim, b.ndim, 2) - 2), lacking)
+    dimensions = _dimensions(call, ROLES, range(max(a.ndim, b.ndim, 2) - 2), lacking)
     return _rules(call, dimensions, [*dimensions["out"], "k"])
 
 
@@ -90,18 +94,28 @@ def grouped_shardings(*given: Any, **named: Any) -> list[Rule]:
             part, along = getattr(call, role.name), role.dims.strip("1").lower()
             if part is not None and part.ndim == 1 and part.shape[0] != 1 and along in free:
                 free.remove(along)
-    dimensions = _dimensions(GROUPED_ROLES, ["group"], "1")
+    dimensions = _dimensions(call, GROUPED_ROLES, ["group"], "1")
     dimensions["out"] = dimensions["out"][ragged != "k" :]
     return _rules(call, dimensions, free)
 
 
-def _dimensions(roles: Iterable[Role], lead: Iterable[object], lacking: str) -> dict[str, Names]:
+def _dimensions(
+    call: Any, roles: Iterable[Role], lead: Iterable[object], lacking: str
+) -> dict[str, Names]:
     """Return the names of each tensor's dimensions: ``lead``, then the matrix dimensions that are
     not ``lacking``. A tensor may have only the last of these dimensions."""
-    return {
-        role.name: [*lead, *(each for each in role.dims.lower() if each not in lacking)]
+    blocks = {
+        name: block for name, (_, block) in zip("ab", formats.read(call.formats), strict=True)
+    }
+    dims = {
+        # The scales of blocks have a dimension along K.
+        role.name: role.dims.replace("1", "k") if blocks.get(role.of) else role.dims
         for role in roles
         if role.is_tensor
+    }
+    return {
+        name: [*lead, *(each for each in text.lower() if each not in lacking)]
+        for name, text in dims.items()
     }
 
 
@@ -118,12 +132,33 @@ def _rules(call: Any, dimensions: Mapping[str, Names], free: Names) -> list[Rule
         places = {name: _shard(t, dimensions[name], along) for name, t in tensors.items()}
         if places["a"].is_replicate() and places["b"].is_replicate():
             continue  # of size one
+        if not _whole_blocks(call, along):
+            continue
         if along != "k" and not (along == "n" and fused.gated):
             rules.append(([Shard(out.index(along))], [*places.values()]))
         elif along == "k" and not fused.gated and fused.linear and divisible:
             places |= {name: Partial() for name in terms}
             rules.append(([Partial()], [*places.values()]))
     return rules
+
+
+def _whole_blocks(call: Any, along: object) -> bool:
+    """Whether shards along a dimension hold whole blocks of scales, and whole stored elements."""
+    named = zip((call.a, call.b), "mn", formats.read(call.formats), strict=True)
+    for t, outer, (name, block) in named:
+        form = formats.of(t.tensor_meta.dtype, name)
+        if form is None or along not in (outer, "k"):
+            continue
+        rows, width = block or grids.ROW
+        if along == "k":
+            k = t.shape[-1 if outer == "m" or t.ndim == 1 else -2]
+            extent, size = k * form.pack, max(width, form.pack)
+        else:
+            extent, size = t.shape[-2 if outer == "m" else -1], rows
+            size = 1 if extent <= size else size  # all ranks read the same scale
+        if size > 1 and extent % (size * t.mesh.size()):
+            return False
+    return True
 
 
 def _shard(t: Any, dimensions: Names, along: object) -> Placement:
