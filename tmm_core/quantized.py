@@ -34,6 +34,8 @@ _TURNS: tuple[Any, ...] = (*_TURNS_STACKS, Tensor.T.__get__, Tensor.H.__get__)  
 _SET_DATA: Any = Tensor.data.__set__  # type: ignore[attr-defined]
 #: Operators that may also change the dtype of the values.
 _CASTS = {_aten._to_copy.default, _aten.empty_like.default}
+#: The operator by which exported programs check a tensor that they cast. It reads no values.
+_CHECKS = _aten._assert_tensor_metadata.default
 
 
 class Quantized(torch.Tensor):
@@ -303,6 +305,8 @@ class Quantized(torch.Tensor):
             for name in own.__tensor_flatten__()[0]:
                 getattr(own, name).copy_(getattr(other, name))
             return own
+        if operator is _CHECKS:
+            return super().__torch_dispatch__(operator, types, tuple(args), kwargs)
         if operator.namespace == "tmm":
             raise NotImplementedError(
                 "a product of a quantised tensor that torch.func transforms: apply the transform "

@@ -605,3 +605,32 @@ def test_torchs_products_are_exported(name: str, product: str) -> None:
     torch.testing.assert_close(
         graph.module()(x).double(), x.double() @ values.t(), atol=0.2, rtol=5e-2
     )
+
+
+CASTS: dict[str, Callable[[Quantized, Tensor], Tensor]] = {
+    "to": lambda w, x: w.to(x.dtype),
+    "float": lambda w, x: w.float(),
+    "cpu": lambda w, x: w.cpu(),
+}
+
+
+@pytest.mark.parametrize("name", CASTS)
+def test_programs_cast_a_parameter(name: str) -> None:
+    """An exported program checks the dtype and device of what it casts."""
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(made("int8", 16, 128)[0], requires_grad=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.linear(x, CASTS[name](self.weight, x))  # type: ignore[arg-type]
+
+    layer, x = Layer(), torch.randn(3, 128)
+    if name == "cpu":
+        x = x.to(layer.weight.dtype)
+    program = torch.export.export(layer, (x,)).module()
+    torch.testing.assert_close(program(x), layer(x))
+    program.weight = nn.Parameter(layer.weight.half(), requires_grad=False)
+    with pytest.raises(RuntimeError, match="dtype mismatch"):
+        program(x)
