@@ -1,7 +1,7 @@
 """The store that the dispatcher reads before tuning and writes after it.
 
 It stands between a matmul and a file system that may be read-only, full, shared by many ranks or
-damaged: no file system fault makes these methods raise.
+damaged. No fault of the file system makes these methods raise.
 """
 
 from __future__ import annotations
@@ -324,8 +324,8 @@ class CacheStore:
         return self._lock_file
 
     def _stamps(self, gpu: str, environment: Document) -> Notes:
-        # Not keyed by host name: a container gets a new one at each start, and verification is
-        # about a kernel's code on this GPU under this software.
+        # Not keyed by host name: a container gets a new one at each start. Verification is about a
+        # kernel's code on this GPU under this software.
         key = gpu, digest(environment)
         if (found := self._verified.get(key)) is None:
             # If two threads make notes, both use the first ones.

@@ -1,7 +1,7 @@
 """Stores each tile's part of the auxiliary outputs, and reduces the parts.
 
 An output of kind tile is stored directly. In all other kinds, each tile reduces its elements to a
-row, a column or a number in a workspace, and a second launch reduces these parts in a fixed order.
+row, a column or a number in a workspace. A second launch reduces these parts in a fixed order.
 So sums are deterministic, unlike sums by atomics, and a maximum keeps NaN, which ``atomic_max``
 would drop. No memory has to be filled beforehand. The order in which a row is summed does not
 depend on M.

@@ -43,8 +43,8 @@ EACH_SIZE = 1024
 TILE = 128
 #: Kernels go through tiles in groups of up to this many; the last group is often incomplete.
 GROUPED = 8
-#: A number in a config counts as the height of a taller tile, whatever its field, if it is a
-#: multiple of the first number and at most the second.
+#: A number in any field of a config counts as the height of a taller tile if it is a multiple of
+#: the first number and at most the second.
 _STEP, _TALLEST = 64, 512
 
 

@@ -51,8 +51,8 @@ _NO_ESTIMATE = 1e6
 
 @dataclass(frozen=True, slots=True)
 class Rung:
-    """The known times at one M: the fastest of all in µs, and the fastest of each arithmetic;
-    likewise at other M of its bucket, at which not every arithmetic was timed."""
+    """The known times at one M: the fastest of all in µs, and the fastest of each arithmetic.
+    ``inside`` has them for other M of the bucket, at which not every arithmetic was timed."""
 
     best_us: float
     times: Mapping[str, float]

@@ -17,7 +17,7 @@ from tmm_core.spec.problem import Problem
 
 _SIZES = ("m", "n", "k", "batch")
 
-#: Maximum distance of a neighbour, in octaves of M, N, K and batch together: beyond a factor of
+#: Maximum distance of a neighbour, in octaves of M, N, K and batch together. Beyond a factor of
 #: four in all, the class (decode, square, large K) has usually changed.
 FARTHEST = 2.0
 
@@ -65,8 +65,8 @@ class Neighbours:
         return families
 
     def nearest(self, problem: Problem) -> Iterator[Near]:
-        """Yield records of the same family within :data:`FARTHEST`: first records of this
-        environment, then of this GPU under other versions, then of this architecture by nearest SM
+        """Yield records of the same family within :data:`FARTHEST`. Records of this environment
+        come first, then of this GPU under other versions, then of this architecture by nearest SM
         count. Each kind is ordered by distance. Records are read when they are needed."""
         wanted = problem.to_json()
         ranked = []

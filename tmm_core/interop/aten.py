@@ -33,8 +33,8 @@ from tmm_core.spec.problem import Problem
 ON_CACHE_MISS: settings.OnCacheMiss = "background"
 
 #: The number of an operator's calls, answered by torch while the host was the limit, after which
-#: two times are compared: the host time that these calls cost, and the GPU time that other kernels
-#: saved while the GPU was the limit.
+#: the operator is reviewed. The host time that these calls cost is compared with the GPU time that
+#: other kernels saved while the GPU was the limit.
 ENOUGH = 256
 
 #: The names by which ``ops`` selects operators: without the overload.
@@ -158,7 +158,7 @@ def enable(
     ...     model(x).sum().backward()
 
     A kernel answers a product of bf16, fp16, fp32 or scaled 8-bit operands if a record says that it
-    is faster, or an estimate where there is no record. Torch's own kernel answers all others. On a
+    is faster. Without a record an estimate decides. Torch's own kernel answers all others. On a
     torch without CUDA nothing changes.
 
     Args:

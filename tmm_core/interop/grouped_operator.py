@@ -29,9 +29,9 @@ Tensor = torch.Tensor
 def _differentiable(*given: Any, **named: Any) -> Tensor:
     """The operator's kernel for the Autograd dispatch key.
 
-    A differentiated call is split as in :mod:`tmm_core.interop.autograd`: one product, fused with
-    the first stage of the epilogue if possible; then the rest of the epilogue, row weights,
-    scattering, and the residual.
+    A differentiated call is split as in :mod:`tmm_core.interop.autograd`. First comes one product,
+    fused with the first stage of the epilogue if possible. The rest of the epilogue, row weights,
+    scattering and the residual follow.
     """
     call = GroupedArguments(*given, **named)
     a, b, offs, bias, residual, alpha, epilogue, out_dtype, a_index, *_ = call

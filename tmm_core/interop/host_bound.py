@@ -2,7 +2,7 @@
 
 GPU time that a kernel saves is worth nothing while the GPU waits for the host. Host time costs
 nothing while the GPU is behind. A sample is an event that one call records and the next one
-queries: if the GPU has not reached it by then, the GPU is behind.
+queries. If the GPU has not reached it by then, the GPU is behind.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ def check(call: Arguments, epilogue: Epilogue) -> torch.Size:
     """Check the arguments of one call against each other; returns the output's shape.
 
     Raises:
-        RuntimeError: Shapes, dtypes or devices do not match, as in ``torch.matmul``; a scale has a
+        RuntimeError: Shapes, dtypes or devices do not match, as in ``torch.matmul``. A scale has a
             dtype that the operand's format does not allow, or its operand has no format.
         ValueError: A bias, residual, scale or gated width does not match.
         TypeError: An ``out_dtype`` that is not a floating dtype.
@@ -78,8 +78,8 @@ def check_terms(
     epilogue: Epilogue,
     **terms: torch.Tensor | None,
 ) -> torch.dtype:
-    """Check a product, plain or grouped, against its epilogue, and the dtypes of the result and of
-    ``terms``, which are added to it or multiplied with it. Returns the result's dtype. Raises as
+    """Check a product, plain or grouped, against its epilogue. Check the dtypes of the result and
+    of ``terms``, which are added to it or multiplied with it. Returns the result's dtype. Raises as
     :func:`check`."""
     b, out_dtype, own = call.b, call.out_dtype, pair.result
     assert own is not None
@@ -134,8 +134,8 @@ def check_tensors(function: str, **tensors: Any) -> None:
 
 
 def number(function: str, alpha: Any, operand: Any = None) -> Any:
-    """Convert ``alpha`` to a number as torch converts a ``Scalar``: from Python's and numpy's
-    numbers, and from tensors of no dimension without a gradient, whose value is read.
+    """Convert ``alpha`` to a number as torch converts a ``Scalar``. It may be a number of Python or
+    numpy, or a tensor of no dimension without a gradient, whose value is read.
 
     Args:
         function: The function's name, for messages.

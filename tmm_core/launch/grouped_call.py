@@ -53,7 +53,7 @@ def check(call: GroupedArguments, epilogue: Epilogue) -> tuple[int, ...]:
 
     Raises:
         RuntimeError: Shapes, dtypes or devices do not match, as in
-            ``torch.nn.functional.grouped_mm``; a scale has a dtype that the operand's format does
+            ``torch.nn.functional.grouped_mm``. A scale has a dtype that the operand's format does
             not allow, or its operand has no format.
         ValueError: A bias, residual, index, weight, scale or gated width does not match.
         TypeError: An ``out_dtype`` that is not a floating dtype.

@@ -84,8 +84,8 @@ class _Callable:
 
 @dataclass(frozen=True, slots=True)
 class Plan(_Callable):
-    """A candidate that is bound to a problem: compiled, and callable with tensors of exactly the
-    shapes, strides, dtypes, devices and alignment for which it was made.
+    """A compiled candidate that is bound to a problem. Its tensors must have exactly the shapes,
+    strides, dtypes, devices and alignment for which it was made.
 
     >>> p = tmm_core.plan(x, weight.T, epilogue="silu")      # doctest: +SKIP
     >>> y = p(x, weight.T)                                   # doctest: +SKIP
@@ -95,9 +95,9 @@ class Plan(_Callable):
     look-up. ``out`` is row-major, has the result's shape and dtype, and is aligned to 16 bytes.
 
     Raises, when called:
-        ValueError: Shapes, strides, dtypes, devices or alignment of tensors differ from the plan's;
-            or a bias, residual or scale is missing, or is given although the plan has none. Or a
-            tensor is a negative view.
+        ValueError: Shapes, strides, dtypes, devices or alignment of tensors differ from the plan's.
+            A bias, residual or scale is missing, or is given although the plan has none. Or a
+            tensor is a negative or conjugate view.
         RuntimeError: ``out`` requires a gradient while gradients are recorded.
     """
 

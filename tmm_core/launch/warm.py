@@ -202,8 +202,8 @@ def nest(kernel: str) -> None:
 
 
 def _product_of(call: Any) -> Any:
-    """Return the call itself, or the product of a call that is differentiated in parts. Such a call
-    is checked as a whole."""
+    """Return the call itself, or the product of a call that is differentiated in parts. A call in
+    parts is checked as a whole."""
     if not call.epilogue.startswith(_PART):
         return call
     part = _parts[call.epilogue.removeprefix(_PART)]
@@ -379,9 +379,9 @@ def entries(
     launch_stored: str,
     names: dict[str, Any],
 ) -> tuple[Callable[..., Tensor], Callable[..., Tensor | None]]:
-    """Return the function that computes a call, with any plan, and the function that computes a
-    call like one before, and returns None if there was none. One branch is for plain operands, with
-    a shorter key; one is for stored operands. Each has the source of its launch."""
+    """Return two functions. ``run`` computes any call. ``replay`` computes a call like an earlier
+    one, and returns None if there was none. One branch of each is for plain operands, with a
+    shorter key; one is for stored operands. Each branch has the source of its launch."""
     plain = [role for role in roles if role.name not in (*EXTRAS, "formats")]
     absent = [f"{name} is None" for name in EXTRAS]
     call = ", ".join(arguments._fields)

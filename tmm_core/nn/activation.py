@@ -1,5 +1,8 @@
-"""Recognises activations and gates by their values, never by names: the graph of such a forward has
-only elementwise functions, and its results equal those of a known epilogue in float64."""
+"""Recognises activations and gates by their values, never by names.
+
+The graph of such a forward has only elementwise functions, and its results equal a known epilogue's
+in float64.
+"""
 
 from __future__ import annotations
 

@@ -1,12 +1,11 @@
 """Attention whose projections of one input are one product.
 
-The attention's own forward runs and calls its projections as before. While it does, the first
-projection computes the product for all, and each of the others gives its own columns of the result,
-if it is called with the very same tensor. So hooks, slices and calls from elsewhere keep their
-meaning.
+The attention's own forward runs and calls its projections as before. The first projection then
+computes the product for all. Each of the others returns its own columns of the result if it is
+called with the very same tensor. So hooks, slices and calls from elsewhere keep their meaning.
 
-The forward's source shows which layers project the same tensor, and that their results are only
-split into heads: columns of a wider result cannot be viewed in every way.
+The forward's source shows which layers project the same tensor. It also shows that their results
+are only split into heads: columns of a wider result cannot be viewed in every way.
 """
 
 from __future__ import annotations
@@ -145,9 +144,9 @@ class JointProduct:
 
 
 def _version(x: Tensor) -> int:
-    """Return a number that changes when ``x`` is written. It is 0 in inference mode, where torch
-    does not count writes and the forward's source has to suffice, and in compiled graphs, which
-    have no writes."""
+    """Return a number that changes when ``x`` is written. It is 0 in compiled graphs, which have no
+    writes. It is also 0 in inference mode, where torch does not count writes and the forward's
+    source has to suffice."""
     return 0 if torch.compiler.is_compiling() or x.is_inference() else x._version
 
 

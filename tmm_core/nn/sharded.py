@@ -1,6 +1,6 @@
 """Gated products of projections that ``parallelize_module`` sharded by columns.
 
-Each rank holds the same rows of both weights, so its part of the result needs no other rank: it is
+Each rank holds the same rows of both weights, so its part of the result needs no other rank. It is
 one product of its two shards, gated in the kernel. The hooks of ``ColwiseParallel`` on both layers,
 which move the input and place the output, run once for the two.
 
@@ -35,7 +35,7 @@ def gated(
     join: Callable[[list[Tensor], list[Tensor]], None],
     product: Product,
 ) -> Tensor | None:
-    """Return the result of the two layers and the gating; None if the layers are not sharded in the
+    """Return the result of the two layers and the gating. None if the layers are not sharded in the
     same way by columns of one mesh dimension, or do more than multiply.
 
     Args:

@@ -48,9 +48,9 @@ class Epilogue:
         reference: ``(z, *parameters) -> Tensor`` in torch; for a gated epilogue
             ``(gate, up, *parameters)``. It has to accept any floating dtype, fp64 included.
         device: The same function of fp32 blocks in Triton's language, its parameters annotated
-            ``tl.constexpr``. It is a ``@triton.jit`` function, or a plain one, which is jitted when
-            a kernel first fuses it, so that defining an epilogue need not import Triton. A plain
-            one may use ``tl`` without importing it, numbers, and other functions of both kinds.
+            ``tl.constexpr``. It is a ``@triton.jit`` function or a plain one. A plain one is jitted
+            when a kernel first fuses it, so that defining an epilogue need not import Triton. It
+            may use ``tl`` without importing it, numbers, and other functions of both kinds.
             ``None``: no kernel can fuse it and BLAS applies the reference.
         derivative: ``(z, *parameters) -> Tensor``, d epilogue / d z; for a gated epilogue
             ``(gate, up, *parameters)`` to the pair ``(d/d gate, d/d up)``. Made of torch's
@@ -108,8 +108,8 @@ class Epilogue:
 
         @property
         def traced(self) -> str:
-            """A text that differs, in this process, from that of epilogues that compute something
-            else. It covers the variables that functions read when the epilogue was made."""
+            """A text that tells apart all epilogues of this process that compute different things.
+            It covers the variables that functions read when the epilogue was made."""
 
         @property
         def readers(self) -> tuple[Callable[[], Any], ...]:
@@ -364,8 +364,8 @@ class Epilogue:
 
     @property
     def activation(self) -> Callable[[torch.Tensor], torch.Tensor] | None:
-        """The reference if it is one function of the product alone and the only result; None for
-        a chain, a gated epilogue, one with parameters and one with outputs."""
+        """The reference if it is one function of the product alone and the only result. None for a
+        chain, a gated epilogue, one with parameters and one with outputs."""
         more = self.stages or self.gated or self.parameters or self.outputs
         return None if more or self.is_identity else self.reference
 

@@ -18,15 +18,15 @@ from tmm_core.spec.problem import Problem
 _TENSOR = {
     (8, 0): 2.9e6, (8, 6): 0.87e6, (8, 9): 1.3e6, (9, 0): 7.5e6, (10, 0): 15.2e6, (12, 0): 1.2e6,
 }  # fmt: skip
-#: FLOP per µs of one SM without tensor cores: in fp32, 128 lanes × 2 × 1.7 GHz (64 lanes at 1.4 GHz
-#: on sm_80); and in other dtypes, such as fp64.
+#: FLOP per µs of one SM without tensor cores, in fp32 (128 lanes × 2 × 1.7 GHz; sm_80 has only 64
+#: lanes, at 1.4 GHz) and in other dtypes, such as fp64.
 _FMA, _OTHER = 0.43e6, 0.04e6
 #: Bytes per µs of memory: measured by a copy for the H200, as specified for the others.
 _MEMORY = {"H200": 4.27e6, "H100": 3.35e6, "A100": 1.9e6, "B200": 7.7e6}
 #: Rates per SM of a GPU that is not listed.
 _UNKNOWN_TENSOR, _UNKNOWN_MEMORY = 1.0e6, 8e3
 
-#: Reads first evict this many dirty bytes from the L2, and reach this share of the bandwidth:
+#: Reads first evict this many dirty bytes from the L2, and reach this share of the bandwidth.
 #: cuBLAS takes 19 µs for 34 MB, 43 for 117 and 71 for 235.
 _DISPLACED, _DISPLACING_SHARE = 16e6, 0.9
 

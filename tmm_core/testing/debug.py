@@ -29,8 +29,8 @@ from tmm_core.spec.device import interpreting
 # rejects functions of other modules.
 @triton.constexpr_function
 def parse_condition(text):
-    """The selected programs along each of the three axes: the first and the last ID of a range, and
-    whether the IDs inside the range are selected or those outside.
+    """Return the selected programs along each of the three axes: the first and the last ID of a
+    range, and whether the IDs inside it are selected (True) or those outside.
 
     >>> parse_condition("0, !=1")
     ((0, 0, True), (1, 1, False), (0, 2147483647, True))

@@ -23,7 +23,8 @@ from tmm_core.spec.problem import Problem
 from tmm_core.testing.terms import ABSOLUTE, SQUARE, UNFUSABLE, USERS
 
 #: M×N×K, each chosen for a special property. On a GPU they exceed tiles of up to 256, and one has
-#: more tiles than there are SMs; interpreted programs cost 7 ms each, so few tiles of 16 to 64.
+#: more tiles than there are SMs. Interpreted programs cost 7 ms each, so there they are few tiles
+#: of 16 to 64.
 SIZES = {
     "cuda": (
         (317, 203, 131),  # divisible by no block

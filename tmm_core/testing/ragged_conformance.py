@@ -2,7 +2,7 @@
 scattered and weighted rows, and data beyond the last group.
 
 Verification (:class:`tmm_core.verify.verifier.Verifier`) makes the tensors. Each problem runs on
-two sets of inputs: one with groups of very different sizes, and one with equal groups that end
+two sets of inputs. One has groups of very different sizes. The other has equal groups that end
 before the rows do, with NaN behind them.
 """
 

@@ -1,5 +1,8 @@
-"""Checks whether a kernel can be launched on given tensors, for use while it is being written, when
-a launcher is called by hand and no dispatcher has checked its arguments."""
+"""Checks whether a kernel can be launched on given tensors.
+
+It is for use while a kernel is being written: a launcher is then called by hand, and no dispatcher
+has checked its arguments.
+"""
 
 from __future__ import annotations
 

@@ -80,8 +80,8 @@ class Dequantize:
         scaled, zeros: Whether grids of scales and of zero points are applied.
 
     Raises:
-        ValueError: The format has no device function, packs more than two numbers, or has groups
-            that pieces of a row of 16 to 128 values do not divide.
+        ValueError: The format has no device function or packs more than two numbers. Or pieces of a
+            row of 16 to 128 values do not divide its groups.
         Exception: What Triton raises when it cannot compile or load the kernel.
     """
 

@@ -63,7 +63,7 @@ class Launch:
     _compiled: ClassVar[dict[tuple[Any, ...], CompiledKernel]] = {}
     #: Held while compiling a kernel, so that a tuner's threads compile none twice.
     _compiling: ClassVar[dict[tuple[Any, ...], threading.Lock]] = {}
-    #: Held while loading a kernel, by the types of its arguments: Triton 3.6 compiles a C launcher
+    #: Held while loading a kernel, by the types of its arguments. Triton 3.6 compiles a C launcher
     #: for them, which takes up to 2 s on a busy host.
     _loading: ClassVar[dict[tuple[str, ...], threading.Lock]] = {}
 

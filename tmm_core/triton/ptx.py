@@ -100,7 +100,7 @@ def joined(ptx: str, ahead: bool = False) -> str:
 
 
 def _same(product: re.Match[str]) -> tuple[str, ...]:
-    """The fields that two products must share to be joined."""
+    """Return the fields that two products must share to be joined."""
     return product["types"], product["a"], product["rest"]
 
 
@@ -113,8 +113,8 @@ def _one(first: re.Match[str], second: re.Match[str], b: str) -> str:
 
 
 def _ahead(first: re.Match[str], second: re.Match[str]) -> str:
-    """The joint product where the first's ``b`` has the address, and the second's the distance
-    between boxes: Triton leaves that out of the descriptor of a single box."""
+    """Return the joint product. The first's ``b`` has the address. The second's has the distance
+    between boxes, which Triton leaves out of the descriptor of a single box."""
     address = f"bfi.b64 tmm_b, {first['b']}, {second['b']}, 0, {_ADDRESS_BITS};"
     return f"{{\n.reg .b64 tmm_b;\n{address}\n{_one(first, second, 'tmm_b')}\n}}"
 

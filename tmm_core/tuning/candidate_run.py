@@ -158,8 +158,8 @@ def _fastest_first(racing: Sequence[CandidateRun]) -> list[CandidateRun]:
 def of_each_arithmetic(
     problem: Problem, racing: Sequence[CandidateRun], keep: float
 ) -> list[CandidateRun]:
-    """Return the two fastest candidates of each arithmetic within a factor ``keep`` of its best,
-    and those expected to be the fastest of their arithmetic at another M of the record.
+    """Return the two fastest candidates of each arithmetic within a factor ``keep`` of its best.
+    Also return those expected to be the fastest of their arithmetic at another M of the record.
 
     In batch-invariant mode other M may prefer an arithmetic that is slower here. Its best config is
     then used here, and screening does not show which config that is. Example: with K split in two,

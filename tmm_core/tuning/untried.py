@@ -4,8 +4,8 @@ Records hold only verdicts. A note in the cache lists, for each problem, the unt
 toolchains under which they could not be tried.
 
 - Under another toolchain, the next call tries them.
-- After a passing cause (no memory, a full disk, a killed process), later processes try them too, up
-  to :data:`PROCESSES` in all: serving must not wait for them at every start.
+- After a passing cause (no memory, a full disk, a killed process), later processes try them too.
+  There are at most :data:`PROCESSES` such attempts: serving must not wait at every start.
 - ``tmm tune`` and ``tmm_core.tune`` always try them.
 
 A process reads the toolchain again whenever it meets a new problem.

@@ -35,9 +35,8 @@ _GRAD: dict[Mode, Callable[[], Any]] = {
 
 
 def _properties(given: Inputs) -> dict[str, tuple[Any, ...]]:
-    """The properties of its arguments, other than their values, that a launch may not change, by
-    name: memory, gradients, and the versions that torch counts, by which a backward pass finds
-    writes."""
+    """Return the properties of its arguments, by name, that a launch may not change besides their
+    values: memory, gradients, and the versions by which a backward pass detects writes."""
     named = {"a": given.a, "b": given.b, "bias": given.bias, "residual": given.residual}
     return {
         name: (
@@ -150,7 +149,7 @@ class CheckedLauncher:
         """Launch, and check everything but the values.
 
         Args:
-            into: The output to write to, with its present contents. By default the launcher
+            into: The output to write to, with its present contents. Without it the launcher
                 allocates its result, or writes to the data's first output if it never allocates.
             held: Results that are in use.
             nonfinite: The inputs contain NaN and Inf.

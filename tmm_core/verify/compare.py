@@ -48,13 +48,13 @@ TF32_TOLERANCE = 4e-3
 #: at a time, and truncate the sum by up to 2⁻²³ (Fasi et al., Numerical behavior of NVIDIA tensor
 #: cores, PeerJ Computer Science 7:e330).
 SUMMED = 2.0**-27
-#: Error of a sum of few terms in fp32, relative to its norm and the square root of their number:
-#: the partial sums are rounded with random signs. Sums of 1 to 1024 normal terms were computed term
+#: Error of a sum of few terms in fp32, relative to its norm and the square root of their number.
+#: The partial sums are rounded with random signs. Sums of 1 to 1024 normal terms were computed term
 #: by term and by torch on a CPU, 160,000 for each of ten numbers of terms. They were off by up to
 #: 3.73 · 2⁻²⁴.
 ROUNDED = 4 * 2.0**-24
-#: Rounding error of one stage of an epilogue by torch's own operators, relative to the tolerance:
-#: two of its four unit roundoffs, for three roundings at most.
+#: Rounding error of one stage of an epilogue by torch's own operators, relative to the tolerance.
+#: It is two of the tolerance's four unit roundoffs, for three roundings at most.
 STAGE = 0.5
 #: A stage's intermediates may be smaller than its output by this factor: softcap divides by 30.
 SMALLER = 16.0

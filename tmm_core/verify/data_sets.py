@@ -84,8 +84,8 @@ class Expected:
         return all(bool(sample.numbers.to(dtype).isfinite().all()) for sample in samples)
 
     def error(self, out: torch.Tensor, at_once: int) -> torch.Tensor:
-        """The largest error (:func:`compare.worst`), as a tensor on the device; NaN also if an
-        element that is not compared is not finite, and those that are should be."""
+        """The largest error (:func:`compare.worst`), as a tensor on the device. It is also NaN if
+        an element that is not compared is not finite, although all compared ones should be."""
         if self.within is not None:
             dimension, size = self.within
             out = out.narrow(dimension, 0, size)
@@ -156,8 +156,8 @@ class DataSets:
     Args:
         device: The device, with its index.
         memory_limit: Bytes that inputs, references, outputs and intermediates may take together,
-            without a launcher's own allocations; by default :func:`default_limit`, which one set
-            with samples of its result may exceed.
+            without a launcher's own allocations. The default is :func:`default_limit`, which one
+            set with samples of its result may exceed.
         sampled: Always use one set, and samples of its result.
     """
 

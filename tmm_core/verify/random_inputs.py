@@ -100,7 +100,7 @@ class Recipe:
     weights: bool = False
 
 
-#: For timing and comparing. Poison would take launches and memory.
+#: The recipe for timing and comparing, without poison, which takes launches and memory.
 DEFAULT = Recipe(poisoned=False)
 
 #: Maximum number of 16-bit numbers that are drawn as fp32.

@@ -31,8 +31,8 @@ Tensor = torch.Tensor
 
 #: Rounds of free launches by two threads.
 ROUNDS_TOGETHER = 4
-#: Seconds that a GPU may take for the launches of both threads in a round: 128 of each, of
-#: 4096×4096×14336, take 0.18 s, and a host submits them within 25 ms.
+#: Seconds that a GPU may take for the launches of both threads in a round. 128 launches of each, of
+#: 4096×4096×14336, take 0.18 s. A host submits them within 25 ms.
 TOGETHER_ON_GPU = 0.004
 
 

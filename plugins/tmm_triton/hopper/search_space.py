@@ -43,7 +43,7 @@ _TILES: tuple[_Tile, ...] = (
     # The epilogue overlaps the other consumer's main loop: 2 to 7 % faster than the next tile for
     # costly epilogues or a short K, under sustained load at the power limit.
     ("pingpong", 2, 4, 128, 128, 64),
-    # 128×256 is needed to multiply at full rate with L2's bandwidth; 192×256 needs a quarter less
+    # 128×256 is needed to multiply at full rate with L2's bandwidth. 192×256 needs a quarter less
     # and fits other sizes into one wave (2304³: 108 tiles, not 162).
     ("cooperative", 2, 4, 128, 256, 64),
     ("cooperative", 2, 4, 256, 128, 64),
@@ -302,8 +302,8 @@ def _groups(problem: Problem, config: WarpSpecializedConfig) -> list[int]:
 
 
 def _splits(problem: Problem, config: WarpSpecializedConfig) -> int:
-    """Parts along K to split every tile into, so that all SMs have one; if a row's sums must not
-    depend on M, a number that does not depend on it."""
+    """Parts along K to split every tile into, so that all SMs have one. If a row's sums must not
+    depend on M, the number does not depend on it either."""
     share = problem.device.sm_count // tile_count(problem, config)
     if problem.batch_invariant:
         room = room_for_parts(problem, config)

@@ -81,8 +81,8 @@ def adapted(problem: Problem, config: WarpSpecializedConfig) -> WarpSpecializedC
 
 
 def room_for_splits(problem: Problem, config: WarpSpecializedConfig) -> int:
-    """The maximum of ``tail_splits``, SMs per tile of the last wave; 1 if a row's sums must not
-    depend on M, if tiles overlap, or if the host does not know how many there are."""
+    """The maximum of ``tail_splits``: SMs per tile of the last wave. It is 1 if a row's sums must
+    not depend on M, if tiles overlap, or if the host does not know how many there are."""
     tail = tail_tiles(problem, config)
     if not tail or problem.batch_invariant or problem.groups or not _alike(problem, config):
         return 1
