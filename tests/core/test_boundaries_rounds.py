@@ -673,7 +673,7 @@ def test_the_outputs_of_blas_are_not_judged(baseline: bool) -> None:
     checks = ways_of_use.WaysOfUse(DataSets(problem(), CPU, 1), NONE, True, baseline)
     faults = [(0.5, ""), (2.0, "it is wrong")]
     if baseline:
-        checks._check_outputs(faults)
+        checks._check_outputs(faults, "")
     else:
         with pytest.raises(WrongError, match="it is wrong here"):
             checks._check_outputs(faults, " here")

@@ -37,8 +37,8 @@ def saving_us(host: Lookup, problem: Problem, choice: Choice) -> float:
 def record_times(
     host: Lookup, problem: Problem, candidate: Candidate | None = None
 ) -> float | None:
-    """Return the µs of a candidate on record, or of BLAS's fastest config, at the measured M
-    nearest to the problem's; None if it was not timed."""
+    """Return the µs of a candidate on record, or of BLAS's fastest config, at the nearest measured
+    M; None if it was not timed."""
     found = host.record(problem)
     if found is None:
         return None

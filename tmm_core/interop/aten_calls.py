@@ -1,7 +1,7 @@
 """Converts calls of aten's products to calls of tmm, for :mod:`tmm_core.interop.aten_answers`.
 
-The result is None for a call that tmm does not answer: one with other dtypes, with addresses that
-are not multiples of 16 bytes, with empty operands, or one that torch would refuse.
+The result is None for a call that tmm does not answer. Such a call has other dtypes, addresses that
+are not multiples of 16 bytes, or empty operands. Or torch would refuse it.
 """
 
 from __future__ import annotations

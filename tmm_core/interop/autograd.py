@@ -56,15 +56,16 @@ def in_parts(
     transposed: bool = False,
     eager: bool = True,
 ) -> Tensor:
-    """Compute a differentiated call: the product with the stage of the epilogue that it can fuse
-    (the head); then the rest of the epilogue, by kernels if there are any; then the residual.
+    """Compute a differentiated call. First comes the product with the stage of the epilogue that it
+    can fuse (the head). The rest of the epilogue follows, by kernels if there are any, then the
+    residual.
 
     The whole call is checked before any part is computed. The check is made when the product's plan
     is built or, if the product needs torch's dispatcher, here.
 
     Args:
         parts: Arguments of stored operands, which are only checked: such calls have no derivative.
-        transposed: ``b`` is a layer's weight ``[N, K]``, of which a view would be another node.
+        transposed: ``b`` is a layer's weight ``[N, K]``. A view of it would be another node.
         eager: The call needs no dispatcher: one node, without the operator.
     """
     product: Any = Product.apply if eager else functools.partial(autograd_state.record, Product)  # type: ignore[attr-defined]

@@ -42,8 +42,8 @@ def declare(
     """Declare ``tmm::name`` and return the operator.
 
     Torch passes arguments in the schema's order and omits trailing defaults. An operator that
-    returns one tensor also has an overload ``out``, which torch decomposes wherever it traces,
-    transforms or counts, so that these see only one operator.
+    returns one tensor also has an overload ``out``. Torch decomposes it wherever it traces,
+    transforms or counts, so that only one operator is seen there.
 
     Args:
         arguments: The class of its arguments, whose roles give the schema and the autocast rule.

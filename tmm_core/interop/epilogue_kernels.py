@@ -31,9 +31,9 @@ def kernels(
     epilogue: Epilogue, width: int, dtype: torch.dtype, like: torch.Tensor
 ) -> Pointwise | None:
     """Return the kernels that apply ``epilogue`` and its derivative to products of this width, on
-    the device of ``like``. None if torch has to apply them: the epilogue lacks device functions, or
-    a derivative in torch (for second derivatives); the kernels do not support the dtype; Triton is
-    absent, or failed.
+    the device of ``like``. None if torch has to apply them. Then the epilogue lacks device
+    functions, or a derivative in torch (for second derivatives). Or the kernels do not support the
+    dtype, or Triton is absent or failed.
     """
     key = (epilogue.key, width, dtype, like.device, settings.overridden())
     try:

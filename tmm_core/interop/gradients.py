@@ -275,8 +275,8 @@ follow = _Following.apply  # type: ignore[attr-defined]
 
 
 def followed(z: Tensor, rest: Epilogue, eager: bool) -> Tensor:
-    """Apply ``rest``, the part of the epilogue after a product: by kernels if there are any and
-    only a gradient is recorded, at one level (``eager``), else by torch's operators."""
+    """Apply ``rest``, the part of the epilogue after a product. Kernels apply it if there are any
+    and only a gradient is recorded, at one level (``eager``); else torch's operators do."""
     found = kernels(rest, z.shape[-1], z.dtype, z) if eager else None
     if found is not None:
         return follow(z, rest, found)  # type: ignore[no-any-return]

@@ -29,12 +29,12 @@ PRODUCTS = {*MATRIX_PRODUCTS, aten.bmm.default}
 SPLITS = {aten.split.Tensor, aten.split_with_sizes.default}
 RESHAPES = {aten.reshape.default, aten.view.default, aten._unsafe_view.default}
 
-#: Operators of single elements, of which Inductor's decompositions compute activations.
+#: Elementwise operators into which Inductor decomposes activations.
 POINTWISE = {
     aten.relu.default, aten.tanh.default, aten.sigmoid.default, aten.exp.default, aten.erf.default,
     aten.neg.default, aten.add.Tensor, aten.mul.Tensor, aten.div.Tensor,
 }  # fmt: skip
-#: The most operators of an activation: gelu_tanh has nine.
+#: Maximum number of operators in an activation: gelu_tanh has nine.
 _LONGEST = 12
 
 

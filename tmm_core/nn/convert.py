@@ -89,12 +89,12 @@ def convert(
         model: Changed in place.
         inplace: False converts a deep copy, which is the report's ``model``.
         static_weights: Set ``static_weights`` on the new layers and on layers of
-            :mod:`tmm_core.nn` already in the model: no kernel that may still run when a layer
-            is called writes its weight (docs/serve.md). Use it for inference. A compiled graph
-            uses the setting in force when it runs instead.
-        weights: ``"int8"``, ``"fp8"`` or ``"int4"``: round the weights of layers and experts to
-            it, to nearest; 4-bit numbers in groups of 128, 64 or 32 values, as K allows. Such
-            weights have no gradient. A weight that is used elsewhere too, as a tied embedding,
+            :mod:`tmm_core.nn` already in the model. It promises that no kernel that may still run
+            when a layer is called writes its weight (docs/serve.md). Use it for inference. A
+            compiled graph uses the setting in force when it runs instead.
+        weights: Round the weights of layers and experts to ``"int8"``, ``"fp8"`` or ``"int4"``, to
+            nearest. 4-bit numbers have groups of 128, 64 or 32 values, as K allows. Rounded weights
+            have no gradient. A weight that is used elsewhere too, as a tied embedding,
             stays as it is. ``undo()`` gives the original dtype with the rounded values.
         activations: ``"fp8"``: in Transformers' layers and experts for 8-bit floats, round
             activations to 8 bits too, as their own forward does. There is a scale for each 128
@@ -233,7 +233,7 @@ class _Conversion:
         kind: Any = type(module)
         if own(kind) is not kind or "forward" in vars(module):
             return
-        # Such a forward reads the shape of its input, so it has no fused activation.
+        # The forward of an attention reads its input's shape, so it has no fused activation.
         names = projections.names_of(kind)
         layers: list[Any] = [module._modules.get(name) for name in names]
         if not names or any(self._layers.get(layer) is not Linear for layer in layers):

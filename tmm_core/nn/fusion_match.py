@@ -34,7 +34,7 @@ class Fusion:
 class Program:
     """A forward with fused products."""
 
-    #: For training, and for evaluation.
+    #: The graphs for training and for evaluation.
     graphs: tuple[fx.Graph, fx.Graph]
     fusions: list[Fusion]
     #: Activations that are not fused: the layer's name, the activation, and the reason.

@@ -38,8 +38,8 @@ def stacked(parts: Sequence[Tensor]) -> Tensor | None:
         for first, second in itertools.pairwise(parts):
             if second.data_ptr() - first.data_ptr() != first.nbytes:
                 return None
-        # Tensors that the allocator happened to place side by side are not one storage: this
-        # raises for them, as the line above does for tensors without memory (fake, wrapped).
+        # This raises for tensors that the allocator happened to place side by side: they are not
+        # one storage. The line above raises for tensors without memory (fake, wrapped).
         return start.as_strided((sum(map(len, parts)), *start.shape[1:]), start.stride())
     return None
 
@@ -75,7 +75,7 @@ def against_one_product(layers: Sequence[Any], storages: Callable[[], Counts]) -
 
 def stackable(parts: Sequence[Tensor]) -> bool:
     """Whether these are plain parameters with a storage each, or quantised ones with scales for
-    rows, that differ only in their rows and are not shared with other processes."""
+    rows. They must differ only in their rows, and not be shared with other processes."""
     start = parts[0]
     if len({id(t) for t in parts}) < len(parts):
         return False
@@ -123,8 +123,8 @@ def move_together(*parts: Tensor) -> None:
 
 
 def _alone(parameter: Tensor) -> bool:
-    """Whether a parameter owns its memory: flattened and sharded ones are views of another's, and
-    memory that torch did not allocate is another object's, such as an array's."""
+    """Whether a parameter owns its memory. Flattened and sharded parameters are views of another
+    tensor's. Memory that torch did not allocate is another object's, such as an array's."""
     if type(parameter) is not nn.Parameter or parameter.is_meta or parameter.is_sparse:
         return False
     own = whole(parameter) and parameter.untyped_storage().resizable()

@@ -137,8 +137,8 @@ def finished_linear(
 
 
 def is_leaf(module: nn.Module, input: Any) -> bool:
-    """Whether ``input`` is a symbol of ``torch.fx``, in whose graph ``module`` is called: a part of
-    the traced module, whose hooks the trace has not run already."""
+    """Whether ``input`` is a symbol of ``torch.fx`` in whose graph ``module`` is a call. It is a
+    call if ``module`` is a part of the traced module, and the trace has not run its hooks yet."""
     if not isinstance(input, fx.Proxy) or getattr(input.tracer, "root", None) is module:
         return False
     return not (module._forward_hooks or module._forward_pre_hooks or compat.global_hooks())

@@ -25,8 +25,8 @@ def quantised(weight: Tensor, format: str) -> Quantized:
     format's longest that divides K; if none does, one for each row.
 
     Raises:
-        ValueError: There is no such format, or it cannot have such scales or this K, or tmm has no
-            product of it with activations of the weight's dtype.
+        ValueError: There is no such format, or it cannot have such scales or this K. Or tmm cannot
+            multiply it with activations of the weight's dtype.
     """
     form, k = formats.named(format), weight.shape[-1]
     if weight.dtype not in formats.BESIDE:
@@ -68,8 +68,8 @@ def is_readable(weight: Any) -> bool:
 
 
 def rounded_rows(x: Tensor, weight: Quantized) -> Tensor:
-    """Round activations to 8-bit floats for a product with ``weight``: one scale per 128 values if
-    the weight has blocks of 128 along K, else one per row."""
+    """Round activations to 8-bit floats for a product with ``weight``. There is one scale per 128
+    values if the weight has blocks of 128 along K, else one per row."""
     return quantize_rows(x, group=128 if weight.block[1] == 128 else 0)
 
 

@@ -126,7 +126,7 @@ def _merge_hook(module: Together, _: Any) -> None:
 
 
 def _apart_hook(module: Together, state: dict[str, Any], prefix: str, _: Any) -> None:
-    """Give each parameter its own storage in a state dict: safetensors refuses to save part of a
+    """Give each parameter its own storage in a state dict. Safetensors refuses to save a part of a
     storage, and ``torch.save`` would write all of it with each parameter."""
     names = {id(layer): name for name, layer in module._modules.items()}
     for layer in module._together():

@@ -6,7 +6,8 @@ forward's code are checked too. Each must be a child or a function that the grap
 attribute whose value is recorded, or a constant. A forward that reads anything else (a global mode,
 a random number, a type, a child's attributes) stays as it is.
 
-What these names refer to may be replaced later, so it is recorded too (:mod:`tmm_core.nn.reached`).
+The objects that these names refer to may be replaced later, so they are recorded too
+(:mod:`tmm_core.nn.reached`).
 """
 
 from __future__ import annotations
@@ -89,8 +90,8 @@ def reads_as_usual(module: nn.Module) -> bool:
 
 
 def trace_method(module: nn.Module, method: Any) -> tuple[fx.Graph, Reads, Reached]:
-    """The graph of ``method(module, x)`` for a method of one tensor that calls no module, with the
-    attributes of the module that it reads and the code that it runs.
+    """Return the graph of ``method(module, x)`` for a method of one tensor that calls no module.
+    Also return the attributes of the module that it reads, and the code that it runs.
 
     Raises:
         NotProvenError: It may do more than its graph shows.
@@ -261,7 +262,7 @@ class _Names:
             steps = {step.opname for step in dis.get_instructions(code)}
             if steps & _HANDLERS:
                 raise NotProvenError("its forward handles exceptions or enters contexts")
-            # By identity or by hash, which do not ask the symbol.
+            # Comparisons by identity or by hash do not call the symbol's methods.
             self._compares |= any(
                 step in ("IS_OP", "CONTAINS_OP") or step.endswith(("_NONE", "_NOT_NONE"))
                 for step in steps
@@ -324,25 +325,24 @@ class _Names:
 def _is_pure(name: str, scope: dict[str, Any], targets: set[Any]) -> bool:
     """Whether the trace shows every use of ``name``.
 
-    That holds for constants, torch and its modules, ``math`` and its functions, global functions
-    that the graph calls, and attributes of tensors.
+    It shows every use of constants, torch and its modules, ``math`` and its functions, global
+    functions that the graph calls, and attributes of tensors.
     """
     if name in scope:
         value = scope[name]
         pure = any(value is module for module in (*_TORCH, math))
         called = isinstance(value, _FUNCTIONS) and value in targets
         return pure or called or isinstance(value, _CONSTANTS)
-    if hasattr(math, name):
+    if hasattr(math, name) or hasattr(torch.Tensor, name):
         return True
     found = [getattr(owner, name) for owner in _TORCH if hasattr(owner, name)]
-    constant = all(
+    return bool(found) and all(
         isinstance(value, _CONSTANTS) or any(value is owner for owner in _TORCH) for value in found
     )
-    return constant if found and not hasattr(torch.Tensor, name) else hasattr(torch.Tensor, name)
 
 
 def nested(code: types.CodeType) -> Iterator[types.CodeType]:
-    """Yield the code, and that of the functions inside it."""
+    """Yield the code, and the code of the functions inside it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):

@@ -67,8 +67,9 @@ def activations(module: nn.Module) -> list[str]:
 
 
 def _names(module: nn.Module) -> Iterator[tuple[str, str]]:
-    """Names in the code of a forward and of the functions that it calls in its class and file, with
-    the function's; without the module's own attributes. A product by operator is ``@``."""
+    """Yield a function's name and a name in its code, for a forward and the functions that it calls
+    in its package. The module's own attributes are left out. A product by operator is
+    ``@``."""
     forward = type(module).forward
     waiting: list[tuple[Any, int]] = [(forward, 0)]
     seen: set[Any] = set()

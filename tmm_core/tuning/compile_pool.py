@@ -86,8 +86,8 @@ def _program(folder: str) -> list[str]:
 
 
 class NotCompiledError(Exception):
-    """A candidate that did not compile, for this reason; with the fault of the environment and the
-    file and line that raised, if its process found them."""
+    """A candidate did not compile. The error has the reason and, if the compiling process found
+    them, the fault of the environment and the file and line that raised."""
 
     def __init__(self, reason: str, cause: Cause | None = None, place: str = "") -> None:
         super().__init__(reason)
@@ -95,7 +95,7 @@ class NotCompiledError(Exception):
 
 
 class HungError(NotCompiledError):
-    """A candidate that did not end in time."""
+    """A candidate did not end in time."""
 
 
 @dataclasses.dataclass(frozen=True)

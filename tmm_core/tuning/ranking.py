@@ -22,8 +22,8 @@ TIE = 0.005
 #: of a second. In steady state, one kernel measured twice differs by up to 3 %.
 CLOSE = 0.02
 
-#: An M that was never measured gets its own race if calls take more than this many µs, since a
-#: wrong choice then costs more than the race. Candidates within :data:`OPEN` times the best take
+#: An M that was never measured gets its own race if calls take more than this many µs: a wrong
+#: choice then costs more than the race. Candidates within :data:`OPEN` times the best take
 #: part. Orders of tiles differ by up to 8 % at one M, tiles by 15.
 LONG_CALL_US, OPEN = 100.0, 1.15
 #: Maximum number of kernels in such a race, besides BLAS, and of raced M that a record keeps.
@@ -166,8 +166,8 @@ def racers(record: TuningRecord, m: int) -> list[int]:
 
 
 def ranked_around(around: Mapping[int, Mapping[CandidateId, float]]) -> list[CandidateId]:
-    """Return the candidates that beat BLAS by :data:`MARGIN` at every M of ``around``, ordered by
-    their largest ratio to the fastest candidate at any of these M."""
+    """Return the candidates that beat BLAS by :data:`MARGIN` at every M of ``around``. They are
+    ordered by their largest ratio to the fastest candidate at any of these M."""
     ahead = {
         name: slower
         for name, slower in behind(around).items()

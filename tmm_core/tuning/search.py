@@ -33,8 +33,8 @@ from tmm_core.verify.environment_faults import BUDGET_ENDED
 HOPELESS = 1.6
 
 #: A kernel whose best estimate is more than this many times the least of all estimates has no
-#: reserved place in the first batch. Replayed for 860 shipped records: the best proposed time is
-#: 0.73 % above the best known, at worst 15 %; with a place for every kernel, 0.77 and 22 %. With
+#: reserved place in the first batch. Replayed for 860 shipped records, the best proposed time is
+#: 0.73 % above the best known, at worst 15 %. With a place for every kernel: 0.77 and 22 %. With
 #: 1.3, five more winners' kernels are not tried. With 22 candidates instead of 24 in all: 0.78 %.
 UNLIKELY = 1.4
 
@@ -50,7 +50,7 @@ CLOSE = 0.5
 BATCHES, CLOSE_BATCHES = (12, 20), (8, 12)
 
 #: Further candidates of the first batch in batch-invariant mode, which has several arithmetics to
-#: try. Replayed for 287 shipped records: the best proposed config of the weight's arithmetic is 0.7
+#: try. Replayed for 287 shipped records, the best proposed config of the weight's arithmetic is 0.7
 #: % slower than the best known, at worst 14 %. Without further candidates these are 0.8 and 24 %.
 MORE_INVARIANT = 4
 
@@ -61,9 +61,10 @@ SIMILAR = 1.1
 ESTIMATES_A_STEP = 16
 
 #: A config is compiled, or waited for, only if its scaled estimate times this factor is below the
-#: best time so far: after one, two and more timed configs of its kernel. In 869 shipped records the
-#: last factor drops 3 % of winners after four other configs, and loses 0.06 % on average. After one
-#: config it would drop 17 % and lose 0.4 %; the first two factors lose 0.09 and 0.06 %.
+#: best time so far. The factors hold after one, two and more timed configs of its kernel. In 869
+#: shipped records the last factor drops 3 % of winners after four other configs, and loses 0.06 %
+#: on average. After one config it would drop 17 % and lose 0.4 %; the first two factors lose 0.09
+#: and 0.06 %.
 CAUTION = (0.85, 0.9, 0.95)
 
 
@@ -211,9 +212,9 @@ class Search:
         return self._problem.batch_invariant or estimate <= UNLIKELY * least
 
     def _best_inside(self, ranked: Sequence[Candidate]) -> list[Candidate]:
-        """The best candidate of each arithmetic by its estimate, for every other M of the record.
-        In 33 rows of 15360, TMA fills 31 rows of a box with zeros, which takes 16 µs of 45; at the
-        bucket's edge, 64, it fills none."""
+        """Return the best candidate of each arithmetic by its estimate, for every other M of the
+        record. For 33 rows of 15360, TMA fills 31 rows of a box with zeros, which takes 16 of 45
+        µs. At the bucket's edge, 64, it fills none."""
         found: dict[Candidate, None] = {}
         for m in inside(self._problem):
             there = self._problem.at(m)

@@ -36,8 +36,8 @@ from tmm_core.tuning.untried import Left
 from tmm_core.verify.environment_faults import BUDGET_ENDED, alike, cause_of
 from tmm_core.verify.verifier import Extent, Verifier
 
-#: Samples of each candidate, µs per sample, and the ratio to the best up to which a candidate
-#: stays: for the screening of every batch, the second round and the last round.
+#: For the screening of every batch, the second round and the last round: samples of each candidate,
+#: µs per sample, and the ratio to the best up to which a candidate stays.
 SCREENING, SCREENING_US, SCREENING_KEEPS = 3, 400.0, 1.3
 SECOND, SECOND_US, SECOND_KEEPS = 4, 1500.0, 1.06
 FINAL = 9
@@ -50,9 +50,8 @@ STEADY_US = 0.3e6
 #: time with which it may still win. One kernel measured twice differs by up to 3 %.
 UNCLEAR = 0.03
 #: How many kernels that beat BLAS in the last round are measured in steady state at first, and how
-#: many in all if the first are slower than BLAS there. Measuring four at first would have chosen
-#: another kernel for 12 of 44 products on record, 0.4 % faster in steady state and 0.1 % slower in
-#: use.
+#: many in all if the first are slower than BLAS there. Measuring four at first would have changed
+#: the choice for 12 of 44 products on record: 0.4 % faster in steady state, 0.1 % slower in use.
 STEADY_FIRST, STEADY_MOST = 2, 4
 #: A kernel that takes at most this share of BLAS's time in use is also faster in steady state. In
 #: all 55 such measurements, on both GPUs, it was at least 1.3 % ahead there.
@@ -72,8 +71,8 @@ TOGETHER = 24
 #: Maximum number of kernels that race and are recorded as reserves. tmm itself has ten.
 MOST_RESERVES = 16
 
-#: Launches of the final verification of the winner, and µs that they may take: 60 miss a fault that
-#: occurs once in twenty launches with a probability of 4.6 %.
+#: Launches of the final verification of the winner, and µs that they may take. A fault that occurs
+#: once in twenty launches is missed by 60 launches with a probability of 4.6 %.
 MOST_REPEATS, LEAST_REPEATS, REPEATS_US = 60, 4, 20e3
 
 

@@ -5,7 +5,7 @@ layer. They are captured once, and replayed in bursts of a few milliseconds, int
 candidates. This clock includes a kernel's effect on the next one. It reads weights from memory, and
 activations from where a layer finds them. It includes no host time. A single launch after a flush
 that writes ranks kernels by how they cope with 50 MB of dirty L2 lines, which no model leaves
-there. That clock chose a kernel of 852 µs where cuBLAS takes 670 (2048×28672×4096 on an H100).
+there. Such a clock chose a kernel of 852 µs where cuBLAS takes 670 (2048×28672×4096 on an H100).
 
 Large products are also timed in steady state (clock ``steady``: replays back to back). A kernel
 that loses to BLAS there does not win. At the limit of power, the GPU clock follows a kernel's own
@@ -33,7 +33,7 @@ from tmm_core.spec.steps import Steps, drained
 Run = Callable[[int], object]
 
 #: Samples of one kernel were disturbed if the ratio of their third to their first quartile is above
-#: this: on a busy host 31.7 and 50.6 µs, otherwise 31 and 32.
+#: this. On a busy host the quartiles were 31.7 and 50.6 µs, otherwise 31 and 32.
 DISTURBED = 1.4
 
 #: Length of one candidate's burst, µs. Six kernels on three large problems (H100) compare in bursts
@@ -148,7 +148,7 @@ class GraphTimer:
 
     def steady(self, runs: Sequence[Run], rounds: int, **options: Any) -> Samples:
         """µs of one call in chains replayed back to back for ``steady_us`` each, in a different
-        order every round. A warm-up before the first chain does not count, nor does the first third
+        order every round. A warm-up before the first chain does not count. Nor does the first third
         of each chain's time, in which the clock of a power-limited kernel settles."""
         with torch.cuda.device(self.device):
             return drained(self.steady_steps(runs, rounds, **options))
@@ -290,7 +290,7 @@ def normalised(series: Sequence[Sequence[float]]) -> list[list[float]]:
     """Normalise interleaved samples per round.
 
     The GPU's clock may change between rounds. On an H100 whose clock alternated, cuBLAS had a
-    median of 164 µs in one series and of 180 in another, with the same quartiles, 163 and 191.
+    median of 164 µs in one series and of 180 in another. Both had the quartiles 163 and 191.
     """
     middles = [statistics.median(samples) for samples in series]
     pace = [

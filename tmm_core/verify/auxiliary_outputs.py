@@ -85,9 +85,9 @@ class Outputs:
         """Yield each output's error in a launch, with the fault or an empty text.
 
         Args:
-            expected: The reference of the inputs; None if they contain NaN or Inf: then the result
+            expected: The reference of the inputs. None if they contain NaN or Inf: then the result
                 itself determines the outputs.
-            apart: The outputs of :meth:`apart`; by default those of the last other launch.
+            apart: The outputs that :meth:`apart` returned; by default the last launch's.
             once: Other launches have other inputs. The reference may be released afterwards.
         """
         given = tuple(t.clone() for t in apart or self._given)
@@ -135,8 +135,9 @@ class Outputs:
         return float(torch.where(out == right, 0, off).max()) if out.numel() else 0.0
 
     def _reduced(self, port: Port, tile: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the output for ``tile`` in fp64, and the scale of its error: the rms of a term, or
-        of a sum of that many terms of random sign. Computed in pieces, by rows."""
+        """Return the output for ``tile`` in fp64, and the scale of its error. This is the rms of a
+        term, or of a sum of that many terms of random sign. Both are computed in pieces, by
+        rows."""
         step = max(1, self._data.at_once // max(1, tile.shape[-1]))
         parts, squares, count = [], tile.new_zeros((), dtype=torch.float64), 0
         for low in range(0, max(1, len(tile)), step):

@@ -2,7 +2,7 @@
 
 A kernel that caches by address, accumulates in fp16, or reads a bias as if it were contiguous is
 right on usual inputs. Most rounds rewrite the last set of inputs in place, without raising the
-version that torch counts: to a kernel they look like tensors it has seen before.
+version that torch counts. To a kernel they look like tensors that it has seen before.
 """
 
 from __future__ import annotations
@@ -42,10 +42,11 @@ from tmm_core.verify.random_inputs import USUAL, Recipe, Values
 #: mode, and a call with plain tensors in grad mode. Plans and calls with ``out`` also launch under
 #: autocast; other calls turn it off below the operator that casts.
 Mode = Literal["grad mode", "no_grad", "inference mode", "autocast", "autocast in inference mode"]
-#: Where the tensors of a round are: in the memory of the last set; in memory of their own between
-#: guard bands, or as torch allocates them; with strides of zero, in b or elsewhere; with rows apart
-#: or overlapping (:func:`unusual_layout`). In ``plain`` rounds the bias and the residual are the
-#: same tensors as other arguments, if their shapes allow it. In ``shared`` rounds b is one, too.
+#: Where the tensors of a round are. ``same``: in the memory of the last set. ``own``: in memory of
+#: their own between guard bands. ``plain``: as torch allocates them; the bias and the residual are
+#: the same tensors as other arguments, if their shapes allow it. ``shared``: likewise, and b is
+#: one, too. ``expanded`` and similar: with strides of zero. ``apart``, ``near``: with rows apart or
+#: overlapping (:func:`unusual_layout`).
 Place = Literal[
     "same", "own", "plain", "expanded", "expanded b", "all expanded", "expanded columns", "apart",
     "near", "shared",
@@ -360,8 +361,8 @@ class Round:
         return rows, cols, *expected_kinds(self._data.problem, self.drawn, rows, cols, room)
 
     def _is_judged(self, expected: torch.Tensor) -> bool:
-        """Whether results can be judged: the epilogue leaves them finite before they are rounded to
-        their dtype and, for sums that cancel, about as large as the sums. If the epilogue
+        """Whether results can be judged. The epilogue must leave them finite before they are
+        rounded to their dtype and, for sums that cancel, about as large as the sums. If it
         saturates, small errors become large relative to the results."""
         values, epilogue = self.plan.recipe.values, self._data.problem.epilogue
         if values == USUAL or epilogue.is_identity or not expected.numel():

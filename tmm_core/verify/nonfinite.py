@@ -2,8 +2,8 @@
 
 Each row (or column) gets one such value, so that no sum depends on the order of its terms. A
 product with NaN is NaN. A product with Inf is Inf of one sign, or NaN if the other factor is zero.
-An epilogue may turn Inf into NaN, as silu(-Inf) = -Inf · 0 does. That depends on how the formula is
-written, so any result is accepted there.
+An epilogue may turn Inf into NaN, as silu(-Inf) = -Inf · 0 does. The result depends on how the
+formula is written, so any result is accepted there.
 """
 
 from __future__ import annotations
@@ -269,8 +269,8 @@ def marks(problem: Problem, z: torch.Tensor, y: torch.Tensor) -> tuple[torch.Ten
     """Return the kinds of a result ``y`` of the epilogue's input ``z``, and where any result is
     accepted.
 
-    These are results where the epilogue turns an Inf in ``z`` into NaN, or multiplies Inf by a
-    number whose sign depends on rounding, and results that may be rounded to Inf.
+    Any result is accepted where the epilogue turns an Inf in ``z`` into NaN, or multiplies Inf by a
+    number whose sign depends on rounding. So are results that may be rounded to Inf.
     """
     undefined = z.isnan()
     unsigned = torch.zeros_like(y, dtype=torch.bool)

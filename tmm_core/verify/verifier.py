@@ -1,9 +1,9 @@
 """Verifies that a launcher is right in every way it is used.
 
-A kernel that is right in one launch into a given output may be wrong without one, on its second
-launch, or for inputs at another address. So a :class:`Verifier` launches as calls do, with and
-without ``out``, in torch's modes, from two threads, and repeatedly. Its sets of inputs differ in
-values, address and strides, and contain NaN and Inf in some launches.
+A kernel that is right in one launch into a given output may be wrong without one. It may be wrong
+on its second launch, or for inputs at another address. So a :class:`Verifier` launches as calls do,
+with and without ``out``, in torch's modes, from two threads, and repeatedly. Its sets of inputs
+differ in values, address and strides, and contain NaN and Inf in some launches.
 """
 
 from __future__ import annotations
