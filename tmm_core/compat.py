@@ -135,9 +135,9 @@ def _without_autocast(device: str) -> Any:
 #: Factories of a context in which operands are not cast, by type of device.
 without_autocast = {device: _without_autocast(device) for device in ("cuda", "cpu")}
 
-#: Makes a tensor without storage, for a subclass that has other tensors as its parts; and the
-#: context in which functions of subclasses are called as torch's own.
+#: Makes a tensor without storage, for a subclass that has other tensors as its parts.
 wrapper_subclass = torch.Tensor._make_wrapper_subclass
+#: The context in which functions of subclasses are called as torch's own.
 without_torch_function = torch._C.DisableTorchFunctionSubclass
 
 #: Whether hooks are registered on all modules.

@@ -44,7 +44,7 @@ TF32_REACH = 0.8
 #: µs of a launch by torch.
 LAUNCH_US = 4.0
 
-#: Factor on cuBLAS's time if a leading stride is not a multiple of 16 bytes: it ran at 128–255
+#: Factor on cuBLAS's time if a leading stride is not a multiple of 16 bytes. It then ran at 128–255
 #: TFLOPS, and at 720 for the aligned neighbour.
 UNALIGNED_PENALTY = 4.0
 #: Cost of eager gating, in plain passes over the output. It makes five slower ones, by torch's

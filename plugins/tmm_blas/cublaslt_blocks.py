@@ -1,10 +1,10 @@
-"""Products of two operands in e4m3 with scales of groups and blocks, by cuBLASLt on Hopper.
+"""Multiplies two operands in e4m3 with scales of groups and blocks, by cuBLASLt on Hopper.
 
 ``torch.nn.functional.scaled_mm`` reads scales by address and checks little: in another layout than
 cuBLASLt's the result is wrong without an error. Scales of ``a``, ``[M, K/128]``, are column-major.
 Scales of groups of ``b`` have the same layout, ``[N, K/128]``. Scales of blocks of ``b``, ``[K/128,
-N/128]``, are column-major too, with K/128 rounded up to a multiple of 4
-(https://docs.nvidia.com/cuda/cublas, 1D and 128x128 block scaling for FP8).
+N/128]``, are column-major too, and K/128 is rounded up to a multiple of 4. See
+https://docs.nvidia.com/cuda/cublas, "1D and 128x128 block scaling for FP8".
 """
 
 from __future__ import annotations

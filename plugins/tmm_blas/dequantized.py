@@ -62,8 +62,8 @@ def bind(problem: Problem, of: str, dtype: torch.dtype | None = None) -> Values:
 
 
 def bind_scaled(problem: Problem, of: str) -> Values | None:
-    """A function that returns the values of operand ``of``, multiplied by all of its scales and
-    rounded once to ``problem.value``, so that the product needs no scales. None if scales of rows
+    """Return a function that returns the values of operand ``of``, multiplied by all of its scales
+    and rounded once to ``problem.value``. The product then needs no scales. None if scales of rows
     have to multiply the product in fp32: without a kernel, or beyond the range of fp16."""
     spec: Operand = getattr(problem, of)
     if spec.zero is not None and not spec.grid:

@@ -3,7 +3,7 @@
 On CUDA torch multiplies groups of bf16 on Hopper and Blackwell if leading strides are multiples of
 16 bytes. Otherwise it reads ``offs`` on the host and so waits for the GPU; this kernel declines
 then. If groups start inside rows of memory, torch asserts on the device that each starts at a
-multiple of 16 bytes, which would end the process; this kernel declines that too.
+multiple of 16 bytes. A failed assertion would end the process, so this kernel declines that too.
 
 Scaled e4m3 is multiplied on Hopper only, with ragged rows, in the layout of ``torch._scaled_mm``.
 
@@ -179,8 +179,8 @@ def bind(problem: Problem) -> Launcher:
 
 
 def _folded(problem: Problem) -> Callable[[Tensor, Tensor], Tensor] | None:
-    """A function from stored weights and their scales of rows to values; None if the scales have to
-    multiply the product, which takes two passes over it."""
+    """Return a function from stored weights and their scales of rows to values. None if the scales
+    have to multiply the product, which takes two passes over it."""
     if problem.along != "m" or problem.b.scale is None or problem.b.grid or _scales_rows(problem):
         return None
     values = bind_scaled(problem, "b")

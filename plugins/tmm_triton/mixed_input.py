@@ -325,7 +325,7 @@ class Constants(MixedInputConfig):
         return [consumer] * (self.consumers - 1) + [others] * 4
 
 
-#: By BLOCK_M: BLOCK_K, consumers, k_ways, and rows of the weight per consumer.
+#: BLOCK_K, consumers, k_ways, and rows of the weight per consumer, by BLOCK_M.
 _SHAPES = {
     16: (
         (128, 1, 1, 64), (128, 2, 2, 64), (128, 3, 3, 64), (128, 4, 4, 64), (128, 2, 1, 64),
@@ -354,10 +354,10 @@ _MOST_STAGES = 12
 _LEAST_PART = 512
 #: Maximum rows for which operands are loaded with ``evict_first``, which gains up to 5 %.
 _EVICTED = 64
-#: Constants of the estimate, in µs: of a launch, of a step, and per element to store; per value to
-#: decode and per product, each of one consumer alone and of an SM. ``_READ`` is a share of the
-#: memory's rate, and ``_BROUGHT`` the bytes per µs that an SM receives. All are fitted to 239
-#: configs of 17 products by 4-bit integers in groups of 128 on an H100, to within 9 %
+#: Constants of the estimate, in µs: of a launch, of a step, and per element to store. Then per
+#: value to decode and per product, each for one consumer alone and for an SM. ``_READ`` is a share
+#: of the memory's rate, and ``_BROUGHT`` the bytes per µs that an SM receives. All are fitted to
+#: 239 configs of 17 products by 4-bit integers in groups of 128 on an H100, to within 9 %
 #: (``benchmarks/results/h100/mixed_input_configs.txt``).
 _LAUNCH_US, _STEP_US, _STORE_US = 1.74, 0.159, 2.7e-4
 _DECODE_US, _MULTIPLY_US = (1.6e-5, 2.3e-5), (1.16e-7, 2.55e-7)

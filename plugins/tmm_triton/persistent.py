@@ -197,9 +197,9 @@ class PersistentConfig(FusedEpilogueConfig):
         return super().registers(problem) + (accumulators if self.PARTS > 1 else 0)
 
     def shared_memory(self, problem: Problem) -> int:
-        """Bytes of the operand tiles, of the staged output (also with pointers, to store it row by
-        row) and residual (converted there to the accumulator's layout), and of barriers and
-        bias."""
+        """Bytes of the operand tiles, the staged output and residual, barriers and bias. An output
+        is also staged to be stored by pointers, row by row. A residual is converted there to the
+        accumulator's layout."""
         part = self.BLOCK_M * self.BLOCK_N // self.SUBTILE
         staged = part * problem.out.dtype.itemsize
         if problem.residual is not None:

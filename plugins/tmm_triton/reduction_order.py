@@ -26,9 +26,9 @@ _USUAL_STEP = 128
 
 
 def summed(problem: Problem, splits: int = 1, step: int = 16) -> str | None:
-    """The name of the sum over K by tensor cores in ``splits`` ranges of whole steps of ``step``
-    elements. None if no other kernel is known to sum the same way: on other hardware, for other
-    operands, or if ranges differ in length, since their ends then depend on the step."""
+    """Return the name of the sum over K by tensor cores in ``splits`` ranges of whole steps of
+    ``step`` elements. None if no other kernel is known to sum the same way. That is on other
+    hardware, for other operands, or if ranges differ in length: their ends depend on the step."""
     hopper = problem.device.nvidia and problem.device.capability == (9, 0)
     if not hopper or problem.a.dtype.itemsize != 2:
         return None

@@ -10,10 +10,10 @@ from tmm_triton.operands import TileConfig
 #: Minimum BM·BN / (BM + BN) of a tile that keeps the tensor cores busy, measured on an H200: a
 #: 128×128 tile reaches it. Below it, time is proportional to the bytes that each SM loads.
 _FULL_INTENSITY = 128 * 128 / (128 + 128)
-#: Factor on the reach for each operand that has to pass through registers: 4096³ with one odd
+#: Factor on the reach for each operand that has to pass through registers. 4096³ with one odd
 #: leading stride took 2.3 times as long on an H200, with two 4.7 times.
 _UNALIGNED = 0.45
-#: µs in which an SM scales one step's sum of a tile's element and adds it to those of other steps.
+#: µs in which an SM scales one step's sum of a tile's element and adds it to other steps' sums.
 #: On an H200 6e-5 to 2.4e-5 explain the times of tiles of 64×64 to 128×128 with blocks of 128
 #: (``benchmarks/results/h200/scaled_steps.txt``).
 _SCALED_STEP_US = 3.5e-5

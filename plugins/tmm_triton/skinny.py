@@ -221,8 +221,8 @@ class Skinny(TritonKernel[SkinnyConfig]):
             yield f"K {problem.k} is not a multiple of {VECTOR // 2}"
 
     def arithmetic(self, problem: Problem, config: SkinnyConfig) -> str | None:
-        """A lane's elements of 32 consecutive k go to two instructions, in an order that other
-        kernels do not have; each warp sums a separate part of each step."""
+        """A lane's elements of 32 consecutive k go to two instructions, in an order that no other
+        kernel has. Each warp sums a separate part of each step."""
         if problem.device.capability != (9, 0):
             return self.own_arithmetic(problem, config)
         # A single warp takes the same elements at a time for any step.
@@ -239,8 +239,8 @@ class Skinny(TritonKernel[SkinnyConfig]):
 
     def estimate_us(self, problem: Problem, config: SkinnyConfig) -> float:
         """The time to read ``b``, longer if too few bytes are in flight and if the last programs
-        leave SMs idle. Over the problems it was fitted to, the best of the first five by this
-        estimate was the best of all, the first was 1.7 % slower."""
+        leave SMs idle. In the problems to which it was fitted, the best of the first five by this
+        estimate was the best of all. The first was 1.7 % slower."""
         machine, programs = Machine.of(problem.device), problem.batch * config.tiles(problem)
         step = config.BLOCK_N * config.BLOCK_K * problem.b.dtype.itemsize
         ahead = (1.5 if config.num_stages == 2 else 1) * step

@@ -183,7 +183,7 @@ _INVARIANT_SHAPES = [
     (64, 64, 128, 6, 4),
     (128, 64, 128, 4, 4),
 ]
-#: Programs per SM to aim at. One wave won every aligned problem tried on an H200; loads through
+#: Programs per SM to aim at. One wave won every aligned problem tried on an H200. Loads through
 #: registers are not in flight while their program computes, so several programs have to alternate.
 _PROGRAMS_PER_SM = (1, 1.5, 2)
 _PROGRAMS_PER_SM_UNALIGNED = (1, 2, 4)

@@ -416,7 +416,7 @@ class StreamingConfig(TileConfig, Overlapping):
 
     def registers(self, problem: Problem) -> int:
         """Registers of a thread for words and scales of ``num_stages`` steps, for sums, and for a
-        step of ``a``, half of it a second time as the tensor cores read it."""
+        step of ``a``. Half of that step is held a second time, as the tensor cores read it."""
         rows = self.width(problem) // self.warps_n
         words = rows * STEP * problem.b.dtype.itemsize // (problem.b.pack * 4 * 32)
         numbers = rows // 8 * ((problem.b.scale is not None) + (problem.b.zero is not None))

@@ -241,8 +241,8 @@ def fills_registers(problem: Problem, config: TileConfig) -> bool:
 
 
 def group_sizes(problem: Problem) -> tuple[int, ...]:
-    """Values of GROUP_M worth trying: one row of tiles if M is long, all rows if N is, and for
-    squares a value that gives a wave equally many rows and columns."""
+    """Return the values of GROUP_M worth trying: one row of tiles if M is long, all rows if N is.
+    For squares the value gives a wave equally many rows and columns."""
     if problem.device.interpreted:
         return (2,)
     if problem.m > 10 * problem.n:

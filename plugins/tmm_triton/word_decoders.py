@@ -92,7 +92,7 @@ def program(
 
 def _int4(source: str, i: int, count: int, brain: bool, signed: bool) -> list[str]:
     """``q``, or ``q + 8`` in two's complement, becomes the lowest bits of 128 in bfloat16, or of
-    1024 in float16. In a word both numbers of the i-th pair have the same place in its halves; the
+    1024 in float16. In a word both numbers of the i-th pair have the same place in its halves. The
     higher one of a single pair is moved to the higher half by a multiplication."""
     magic = 0x43004300 if brain else 0x64006400
     if signed:

@@ -52,7 +52,7 @@ class Case:
 
     ``epilogue`` is text as in ``matmul(epilogue=…)``; ``tf32`` allows TF32 for fp32;
     ``scales`` gives 8-bit operands scales per ``"tensor"`` or per ``"row"``. ``groups`` makes it a
-    grouped call, ragged along ``ragged``, whose size is the total of all groups; ``routing``
+    grouped call, ragged along ``ragged``, whose size is the total of all groups. ``routing``
     chooses the distribution of group sizes: ``"skewed"``, ``"even"``, or ``"both"`` in turn.
     """
 

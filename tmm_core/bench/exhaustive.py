@@ -1,5 +1,7 @@
-"""Compares a tuning without records with an exhaustive search: what the tuning's choice costs, and
-which step of the tuning lost the best candidate (``tmm bench --no-records``)."""
+"""Compares a tuning without records with an exhaustive search (``tmm bench --no-records``).
+
+It shows what the tuning's choice costs, and which step of the tuning lost the best candidate.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,7 @@ from tmm_core.verify.verifier import Verifier
 
 #: The screening of all candidates: rounds, and µs of a burst.
 FIRST, FIRST_US = 3, 2000.0
-#: The number of candidates that race against BLAS and the tuning's choice; rounds in each capture
+#: The number of candidates that race against BLAS and the tuning's choice. Rounds in each capture
 #: of the race, µs of a burst, and µs of a sample in steady state.
 FINALISTS, ROUNDS, BURST_US, STEADY_US = 6, 7, 5000.0, 0.15e6
 #: Seconds to wait for the compilation of one candidate.
@@ -68,16 +70,16 @@ def without_records() -> Iterator[None]:
 
 @functools.cache
 def _compiled() -> tempfile.TemporaryDirectory[str]:
-    """The compiled kernels of all searches of the process: a config's code is mostly the same for
-    every problem, and 130 of them take 16 cores ten seconds."""
+    """Return the folder of the kernels compiled in all searches of the process. A config's code is
+    mostly the same for every problem, and 130 configs take 16 cores ten seconds."""
     return tempfile.TemporaryDirectory(prefix="tmm-search-", ignore_cleanup_errors=True)
 
 
 def search(problem: Problem, record: TuningRecord, device: torch.device) -> Document:
     """Race every config of every capable kernel against the choice of ``record``.
 
-    All are screened; the fastest race with BLAS and the choice. The best is chosen by the tuning's
-    own rules: it is not slower than BLAS in steady state, and ahead of BLAS by a margin in use.
+    All are screened. The fastest race with BLAS and the choice. The tuning's own rules choose the
+    best: it is not slower than BLAS in steady state, and ahead of BLAS by a margin in use.
     """
     able = dispatch.default_dispatcher().able(problem, settings.current())
     chosen = _name(record.best)

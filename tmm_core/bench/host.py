@@ -1,6 +1,6 @@
 """Host cost of a warm call: µs from one call to the next, without waiting for the GPU.
 
-Matrices are tiny, so that the GPU finishes each before the next is launched; calls come in batches
+Matrices are tiny, so that the GPU finishes each before the next is launched. Calls come in batches
 with a synchronisation between, so that no launch waits for room in the queue.
 """
 

@@ -27,8 +27,8 @@ Products = Callable[[Tensor, Tensor, Tensor | None], list[Tensor]]
 
 def eager(calls: Sequence[Call]) -> Run:
     """The call without tmm, as in a model's code: ``F.linear`` or ``torch.matmul``, then the
-    activation; a gated one as two products, ``F.silu(x @ wg.T) * (x @ wu.T)``. 8-bit operands
-    go through ``torch._scaled_mm``, which has no epilogue either."""
+    activation. A gated call is two products, ``F.silu(x @ wg.T) * (x @ wu.T)``. 8-bit operands go
+    through ``torch._scaled_mm``, which has no epilogue either."""
     return _on(calls, expression(calls[0]))
 
 

@@ -1,5 +1,5 @@
-"""``tmm bench --quick``: the README's table of gains in two minutes, from two problems per class:
-a third and two thirds of the way through its list."""
+"""``tmm bench --quick``: the README's table of gains in two minutes. It times two problems per
+class, those a third and two thirds of the way through the class's list."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """A run's results as tables: a summary per class, and the measurements per problem.
 
 Ratios are torch's time over tmm's: above one, tmm was faster. ``±`` is the difference between
-torch's two series in one loop (the median over problems of |ratio − 1|): smaller differences
+torch's two series in one loop (the median over problems of |ratio − 1|). Smaller differences
 between any two columns are noise.
 """
 

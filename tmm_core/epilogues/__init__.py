@@ -35,8 +35,8 @@ __all__ = ["BUILTIN", "EPILOGUES", "GATED_BY", "SPELLINGS", "parse", "text_of"]
 
 #: All epilogues by name.
 EPILOGUES: dict[str, Epilogue] = {IDENTITY.name: IDENTITY}
-#: Epilogues by other names, torch's functions and classes of modules: a name, or a function of the
-#: activation's arguments that returns the name, or None if no epilogue has these arguments.
+#: Names of epilogues by other names, torch's functions and classes of modules. A function of the
+#: activation's arguments returns the name, or None if no epilogue has these arguments.
 SPELLINGS: dict[Any, str | Callable[..., str | None]] = {nn.Identity: IDENTITY.name}
 for _module in pkgutil.iter_modules(__path__):
     if not _module.name.startswith("_"):  # functions that several epilogues share
@@ -152,8 +152,8 @@ def text_of(activation: Callable[..., Any]) -> str:
 def named(
     function: Callable[[torch.Tensor], Any], candidates: Iterable[str] = ACTIVATIONS
 ) -> str | None:
-    """Return the candidate whose values equal those of ``function`` near zero and far from it;
-    None if there is none."""
+    """Return the candidate whose values equal ``function``'s near zero and far from it; None if
+    there is none."""
     usual = torch.linspace(-40.0, 40.0, 4001, dtype=torch.float64, device="cpu")
     grid = torch.cat([usual, *(usual * factor for factor in _RANGES)])
     with torch.no_grad():
@@ -195,7 +195,7 @@ def _named(text: str, outputs: tuple[Port, ...]) -> Epilogue:
 
 def _reduced(epilogue: Epilogue) -> tuple[Any, ...]:
     """Return what pickle stores. A built-in epilogue is stored by its name, since its functions are
-    lambdas; a chain by its stages; others by their fields, without fields that are derived."""
+    lambdas. A chain is stored by its stages, others by their fields, except derived ones."""
     if epilogue.stages:
         return functools.reduce, (Epilogue.then, epilogue.stages)
     if epilogue.builtin:

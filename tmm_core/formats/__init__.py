@@ -1,7 +1,7 @@
 """Operand formats: how stored numbers map to values, if the dtype alone does not determine it.
 
-Each module of this package that defines a ``FORMAT`` is one format and is discovered automatically:
-a new format is one file, and removing the file removes the format. Plugins add formats through the
+Each module of this package that defines a ``FORMAT`` is one format and is discovered automatically.
+A new format is one file, and removing the file removes the format. Plugins add formats through the
 hook ``tmm_formats``.
 """
 
@@ -24,7 +24,8 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class Format:
-    """A format of operands whose stored numbers encode other values:
+    """A format of operands whose stored numbers encode other values.
+
     ``value = (dequantize(code) − (zero − origin)) · scale``, or without a zero point
     ``dequantize(code) · scale``. A stored element holds one code, or ``pack`` codes.
 
@@ -35,9 +36,9 @@ class Format:
         dequantize: Converts codes, exactly, to a dtype that torch multiplies.
         tolerance: The largest error accepted of a product, besides the result's rounding; see
             :mod:`tmm_core.verify.compare`.
-        pack: Codes in a stored element, along K, the lowest bits first.
-        grids: The values that may share a scale: blocks ``(outer, k)`` of ``outer`` rows of ``a``
-            or columns of ``b`` and ``k`` values along K, where 0 is the whole dimension.
+        pack: Codes in a stored element, along K, the lowest bits first. grids: The blocks ``(outer,
+        k)`` of values that may share a scale: ``outer`` rows of ``a`` or
+            columns of ``b``, and ``k`` values along K. 0 is the whole dimension.
         short: Whether the last block of a dimension may be short; else K has whole ones.
         scale_dtypes: Dtypes of scales; uint8 scales are exponents (E8M0): 2^(x − 127).
         zeros: Whether an operand may have zero points, one for each scale.
@@ -227,8 +228,8 @@ def _is_flag(value: Any) -> bool:
     return type(value) is bool
 
 
-#: What each field of a format is: a check, and its description. Exact types, since a subclass of a
-#: number or a tuple may compare and iterate as it likes.
+#: The type of each field of a format: a check, and its description. Exact types, since a subclass
+#: of a number or a tuple may compare and iterate as it likes.
 _FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "name": (lambda value: type(value) is str, "a text"),
     "storage": (_tuple_of(_is_dtype), "a tuple of dtypes"),

@@ -33,8 +33,8 @@ FORMAT = Format(
     dequantize=lambda stored: stored.to(torch.bfloat16),
     decode=decode,
     # Hopper's tensor cores accumulate 8-bit products with some 14 bits (DeepSeek-V3,
-    # arXiv:2412.19437, 3.3.2). With promotion to fp32 every 128 terms, 256×256 results had errors
-    # of 4e-4 to 7e-4 on an H200 for K from 128 to 65536, with cuBLAS and tmm's kernels alike.
+    # arXiv:2412.19437, 3.3.2). With promotion to fp32 every 128 terms, errors of 256×256 results
+    # were 4e-4 to 7e-4 on an H200, for K from 128 to 65536, with cuBLAS and tmm's kernels alike.
     # Scales that differ between rows make them a few times larger. Without promotion the errors
     # were 2e-3 at K = 1024, 5e-3 at 8192 and 2.6e-2 at 65536.
     tolerance=4e-3,

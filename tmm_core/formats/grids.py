@@ -1,8 +1,8 @@
 """Scales: which values of an operand share one, and how they apply to its values.
 
-An operand's scales are a grid: one scale for each block of ``(outer, k)`` values, where zero stands
-for the whole dimension and ``outer`` are rows of ``a`` or columns of ``b``. Zero points form the
-same grid.
+An operand's scales are a grid: one scale for each block of ``(outer, k)`` values. ``outer`` are
+rows of ``a`` or columns of ``b``; zero stands for the whole dimension. Zero points form the same
+grid.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ Kind = Literal["tensor", "row", "group", "block"]
 #: The dtype of scales that are exponents (E8M0): 2^(x − 127), and NaN for 255. Torch's
 #: float8_e8m0fnu is passed as this one, which every torch and Triton can read.
 EXPONENT = torch.uint8
-#: Both dtypes of exponents; an older torch lacks the second.
-EXPONENTS = {EXPONENT, getattr(torch, "float8_e8m0fnu", EXPONENT)}
+#: Both dtypes of exponents.
+EXPONENTS = {EXPONENT, torch.float8_e8m0fnu}
 
 
 def kind_of(block: Block) -> Kind:

@@ -1,7 +1,7 @@
 """Layers for the ``kernels`` package, whose ``kernelize`` gives a module another layer's forward.
 
 ``kernelize`` does not examine the module. So a forward here checks at each call that the module
-computes the same as the layer; otherwise it runs the forward of the module's own class.
+computes the same as the layer. Otherwise it runs the forward of the module's own class.
 """
 
 from __future__ import annotations

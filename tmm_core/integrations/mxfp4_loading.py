@@ -1,8 +1,8 @@
 """MXFP4 checkpoints of gpt-oss, loaded by Transformers without kernels from a hub.
 
 Transformers' quantizer fetches kernels and swizzles the weights for them. Where a model asks for
-tmm's experts, its layers become :class:`~tmm_core.nn.mxfp4_experts.Mxfp4Experts`, whose parameters
-have the checkpoint's own names: nothing has to be converted, in loading or in saving.
+tmm's experts, its layers become :class:`~tmm_core.nn.mxfp4_experts.Mxfp4Experts`. Their parameters
+have the checkpoint's own names, so nothing has to be converted, in loading or in saving.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@
 >>> tmm.unregister(model)                                   # doctest: +SKIP
 
 ``kernelize`` replaces the forward of modules whose class has a layer name. Transformers names no
-linear layer and no MLP, so :func:`register` wraps its ``kernelize``: while a model is kernelized,
+linear layer and no MLP, so :func:`register` wraps its ``kernelize``. While a model is kernelized,
 its classes of linear layers and gated MLPs have the names of :func:`kernel_mapping`.
 """
 

@@ -1,10 +1,10 @@
 """Calls a plugin's kernel methods in one place, and checks the results.
 
-A kernel's results and exceptions may cost only that kernel: not the process (``sys.exit`` in a
-hook), not the call, and not the other kernels' times in the record. Results are checked against the
-limits of records (:mod:`tmm_cache.fields`). A kernel with an invalid result is set aside for the
-life of the process, with a warning that points at the faulty code. Exceptions of signal handlers
-are re-raised.
+A kernel's results and exceptions may cost only that kernel. They may not cost the process
+(``sys.exit`` in a hook), the call, or the other kernels' times in the record. Results are checked
+against the limits of records (:mod:`tmm_cache.fields`). A kernel with an invalid result is set
+aside for the life of the process, with a warning that points at the faulty code. Exceptions of
+signal handlers are re-raised.
 """
 
 from __future__ import annotations
@@ -91,8 +91,8 @@ def read_config(kernel: Kernel[Any], document: Mapping[str, Any]) -> Config:
 class CheckedKernel(Kernel[Any]):
     """A registered kernel whose results are checked.
 
-    After a result that violates the spec, the kernel is set aside: it declines every problem with
-    the reason, and raises it where a result is needed.
+    After a result that violates the spec, the kernel is set aside. It then declines every problem
+    with the reason, and raises it where a result is needed.
 
     Args:
         kernel: A plugin's kernel.

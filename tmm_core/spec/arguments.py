@@ -17,9 +17,9 @@ import torch
 
 Tensor = torch.Tensor
 
-#: The properties of a tensor, besides its values, on which a plan depends: of a tensor whose
-#: strides and address kernels use, and of one that is made contiguous. The device's index alone
-#: would not do: it is -1 for a CPU and for meta tensors.
+#: The properties of a tensor, besides its values, on which a plan depends. The first are of a
+#: tensor whose strides and address kernels use, the second of one that is made contiguous. The
+#: device's index alone would not do: it is -1 for a CPU and for meta tensors.
 SIGNATURE = "{0}.shape, {0}.stride(), {0}.dtype, {0}.data_ptr() & 15, {0}.device"
 PACKED = "{0}.shape, {0}.dtype, {0}.layout, {0}.device"
 

@@ -14,8 +14,8 @@ def bucket_edge(m: int) -> int:
     """Return the upper edge of the bucket of ``m``: the size whose choice serves ``m``.
 
     Up to 64 the edges are powers of two: a decode kernel's M tile is 16 to 64, and all sizes in a
-    bucket cost the same. Above 64 there are four edges per octave, so that a choice is made at a
-    size at most 25 % above the size that it serves.
+    bucket cost the same. Above 64 there are four edges per octave. A choice is then made at a size
+    at most 25 % above the size that it serves.
 
     >>> [bucket_edge(m) for m in (1, 3, 16, 17, 65, 300, 4096, 4097)]
     [1, 4, 16, 32, 80, 320, 4096, 5120]

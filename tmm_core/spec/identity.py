@@ -45,8 +45,8 @@ def _bare(value: Any) -> Any:
 
 
 def _globals_of(function: FunctionType, seen: set[CodeType]) -> Iterator[Global]:
-    """The global variables that a function and the functions of its package that it calls by name
-    read, but for functions, classes and modules: digests of files stand for these."""
+    """Yield the global variables that a function reads, or a function of its package that it calls
+    by name. Functions, classes and modules are left out: digests of files stand for these."""
     package = _package_of(function.__module__)
     if package in LIBRARIES or function.__code__ in seen:
         return
@@ -72,8 +72,8 @@ def _package_of(module: str) -> str:
 
 @functools.cache
 def _names(code: CodeType) -> tuple[tuple[str, str], ...]:
-    """The names of the global variables that a function of this code reads, each with the text of
-    the next instruction's argument: an attribute's name, if one is read."""
+    """Return the names of the global variables that a function of this code reads. Each comes with
+    the text of the next instruction's argument: an attribute's name, if one is read."""
     inner = [_names(each) for each in code.co_consts if isinstance(each, CodeType)]
     following = itertools.pairwise(dis.get_instructions(code))
     read = [(one.argval, str(two.argval)) for one, two in following if one.opname == "LOAD_GLOBAL"]

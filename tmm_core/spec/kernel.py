@@ -169,7 +169,7 @@ class Kernel(abc.ABC, Generic[C]):
         """Compile for the device that ``problem`` names, without using a GPU, and store the result
         where :meth:`bind` finds it, such as a disk cache.
 
-        The call precedes ``bind``, in another process. That process has no CUDA context, and is
+        The call precedes ``bind``, in another process. The process has no CUDA context, and is
         killed if it takes too long. The default does nothing, and ``bind`` compiles.
 
         Raises:
@@ -198,8 +198,8 @@ class Kernel(abc.ABC, Generic[C]):
         return None
 
     def workspace_bytes(self, problem: Problem, config: C) -> int:
-        """Return the bytes of the launcher's scratch memory. Of equally fast candidates the one
-        with the least wins."""
+        """Return the bytes of the launcher's scratch memory. The candidate with the least wins
+        among equally fast ones."""
         return 0
 
     def anatomy(self, problem: Problem, config: C) -> Anatomy | None:

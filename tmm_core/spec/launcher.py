@@ -20,10 +20,10 @@ class Launcher(Protocol):
     ``None``, with :attr:`Problem.out_strides`) and is returned. The launcher uses the current
     stream of the current device and does not synchronise.
 
-    Other tensors of a problem follow by keyword, if it has them: scales and zero points such as
-    ``a_scale``, and ``outputs``, a tuple of contiguous tensors to write, one for each auxiliary
-    output of the epilogue: ``[M]`` of rows, ``[N]`` of columns, ``[M, N]`` or a scalar. A kernel
-    that does not declare problems with these tensors need not accept them.
+    Other tensors of a problem follow by keyword, if it has them. These are scales and zero points,
+    such as ``a_scale``, and ``outputs``. ``outputs`` is a tuple of contiguous tensors to write, one
+    for each auxiliary output of the epilogue: ``[M]`` of rows, ``[N]`` of columns, ``[M, N]`` or a
+    scalar. A kernel that does not declare problems with these tensors need not accept them.
     """
 
     def __call__(

@@ -45,9 +45,9 @@ class Port:
             block. A tile's returns the same shape, a group's ``[..., groups]``.
 
     Raises:
-        ValueError: An unknown name, kind, dtype or reduction, a tile or group that is reduced,
-            another kind that is not, a group of a kind that has none, or a ``device`` or group
-            without the reference ``of``.
+        ValueError: A name, kind, dtype or reduction is unknown. A tile or group is reduced, or
+            another kind is not. A kind without groups has one. Or a ``device`` or group lacks the
+            reference ``of``.
         TypeError: ``device`` is not a function.
     """
 

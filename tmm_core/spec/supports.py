@@ -158,7 +158,7 @@ _DEVICES = {
     "cpu": "CPUs",
 }
 _LAYOUTS = {"row": "row-major", "col": "column-major", "strided": "of any stride"}
-#: What these collections may contain. Formats and devices are open sets.
+#: The names that these collections may contain. Formats and devices are open sets.
 _NAMES = {
     "scales": get_args(grids.Kind),
     "unaligned": MATRICES,

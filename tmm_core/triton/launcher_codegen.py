@@ -33,9 +33,9 @@ class Described:
     describe: Callable[[Tensor], Any]
 
 
-#: The value of a run-time argument. One of: a number fixed by the problem; ``"alpha"``; a tensor's
-#: name, for its address; ``("a", 0)``, for a tensor's stride; a tensor's descriptor; or a function
-#: that is called for every launch.
+#: The value of a run-time argument: a number fixed by the problem, ``"alpha"``, a tensor's name for
+#: its address, ``("a", 0)`` for a tensor's stride, or a tensor's descriptor. A function is called
+#: for every launch.
 Argument = int | str | tuple[str, int] | Described | Callable[[], Any]
 
 

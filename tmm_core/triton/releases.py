@@ -74,9 +74,9 @@ def _owner(place: str) -> Any:
 
 
 def options_for(given: dict[str, Any]) -> dict[str, Any]:
-    """The options of a compilation. Unless the environment sets it, the option that fuses a product
-    and a sum into one instruction is on; in Triton 3.10 its default will be off. A release that
-    does not know an option ignores it."""
+    """Return the options of a compilation. The option that fuses a product and a sum into one
+    instruction is on unless the environment sets it. Its default will be off in Triton 3.10. A
+    release that does not know an option ignores it."""
     if "TRITON_DEFAULT_FP_FUSION" in os.environ:
         return given
     return {"enable_fp_fusion": True, **given}

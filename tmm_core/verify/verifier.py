@@ -144,8 +144,7 @@ def _is_own(error: Exception) -> bool:
     be an earlier launch's."""
     if isinstance(error, torch.OutOfMemoryError):
         return True
-    of_gpu = isinstance(error, getattr(torch, "AcceleratorError", ()))
-    return not of_gpu and "CUDA error" not in str(error)
+    return not isinstance(error, torch.AcceleratorError) and "CUDA error" not in str(error)
 
 
 class _Checks(WaysOfUse):

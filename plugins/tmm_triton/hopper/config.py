@@ -373,7 +373,7 @@ class Constants(WarpSpecializedConfig):
     @property
     def halves(self) -> bool:
         """Whether the tile's left and right halves are separate products, like gate and up in a
-        gated tile: registers hold the separate sum of only one half at a time."""
+        gated tile. Registers hold the separate sum of only one half at a time."""
         return self.promoted and not self.GATED and self.BLOCK_N == 256
 
     @property
@@ -421,8 +421,9 @@ class Constants(WarpSpecializedConfig):
 
     @property
     def worker_registers(self) -> list[int]:
-        """Registers per thread of these roles: the producer has the minimum of setmaxnreg,
-        consumers an equal share of the remainder of the SM's 65536; the first gets the rest."""
+        """Registers per thread of these roles. The producer has the minimum of setmaxnreg.
+        Consumers have an equal share of the remainder of the SM's 65536; the first gets the
+        rest."""
         producer, loaders = 24, [] if self.WORDS is None else [_LOADER_REGISTERS]
         groups = self.consumers * self.num_warps // 4
         each = 65536 // (128 * self.groups) // 8 * 8

@@ -30,18 +30,19 @@ _POWER = 1 / 6
 #: Share of an epilogue that the tile's other consumers do not hide.
 _EXPOSED = 0.9
 #: Factor on multiplying if the first tiles are split, more than ``_FEW_WAVES`` waves follow, and
-#: both operands are read again: then blocks do not work on a rectangle of tiles. On an H100, whose
+#: both operands are read again. Blocks then do not work on a rectangle of tiles. On an H100, whose
 #: L2 is smaller, 8192×6144×4096 takes 803 µs in 128×128 tiles with the last wave in three parts,
 #: and 582 in other tiles. But split tiles win often, mostly on an H200: with 1.1 they were not
 #: proposed where they won by 5 to 14 % (``benchmarks/results/proposals.md``).
 _IRREGULAR, _FEW_WAVES = 1.03, 2
-#: µs of a launch with its first loads (a product of 32 128³ matrices took 8.3 when these started
-#: 0.4 later, an empty kernel 3.3); and of rounding and storing 128×256 elements.
+#: µs of a launch with its first loads, and of rounding and storing 128×256 elements. A product of
+#: 32 128³ matrices took 8.3 µs when the first loads started 0.4 later, an empty kernel 3.3.
 _LAUNCH_US, _EPILOGUE_US = 5.6, 0.9
 #: µs to store, or add, a part of 128×256 elements (``tail_splits``), and to wait until another
 #: block's part can be added.
 _PART_US, _WAITING_US = 1.0, 3.0
-#: µs to end the products of a range of K and add their sums to those of earlier ranges: assumed.
+#: µs to end the products of a range of K and add their sums to the sums of earlier ranges
+#: (assumed).
 _ENDED_US = 0.3
 #: Bytes per µs at which the reducing kernel reads parts of every tile (``splits``) from L2.
 _PARTS_BYTES = 3e6
@@ -50,7 +51,7 @@ _PARTS_BYTES = 3e6
 #: 128×128, 192×128 and 128×256 (``benchmarks/results/h100/step_scales.txt``).
 _PROMOTED, _HALVES = {1: 1.6, 2: 1.4, 3: 1.25}, 1.25
 #: Maximum rows (columns) of the output for which ``evict_first`` is tried, since few tiles read the
-#: other operand; maximum for which it always won; and the factor on memory's time without it.
+#: other operand. Maximum for which it always won. The factor on memory's time without it.
 #: Saved on an H200, in µs:
 #:   32 to 128 rows: 2.3 to 4.7 of 17 to 70.
 #:   256 rows: 3.1 of 22.9 (4096²), 3.8 of 53.1 (8192²), -2.5 of 97 (28672×4096).

@@ -46,8 +46,8 @@ def stored_by_pointers(problem: Problem) -> bool:
 
 
 def _rows_unaligned(problem: Problem) -> bool:
-    """Whether rows of the output do not start or end at multiples of 16 bytes, which TMA stores
-    whole (on an H200 a 1×1 output overwrote its 7 neighbours)."""
+    """Whether rows of the output do not start or end at multiples of 16 bytes. TMA stores only
+    whole ones: on an H200 a 1×1 output overwrote its 7 neighbours."""
     return not problem.out.aligned or problem.n * problem.out.dtype.itemsize % ALIGNMENT != 0
 
 
@@ -101,8 +101,8 @@ def boxed(rows: int, columns: int, col: bool, kind: str) -> list[int]:
 def clipped(columns: int, stride: int) -> tuple[list[int], list[int]]:
     """Shape and strides of a clipped tensor map of rows in memory that are ``stride`` apart.
 
-    TMA ends at the end of a tensor, but a tile must end where its group does: what is beyond
-    belongs to another group's result, or may be NaN. Two more dimensions solve that. If rows are S
+    TMA ends at the end of a tensor, but a tile must end where its group does. Elements beyond
+    belong to another group's result, or may be NaN. Two more dimensions solve that. If rows are S
     elements of W bytes apart, the dimensions have these strides in elements, and these coordinates
     for row R of a group that ends at row E::
 
@@ -124,8 +124,8 @@ def described(
     make: Callable[..., Any],
     layout: str = "",
 ) -> tuple[str, Described]:
-    """The type and the value of the descriptor of a tensor's [rows, columns] tiles: of blocks along
-    the contiguous dimension, with the other dimensions of its kind
+    """Return the type and the value of the descriptor of a tensor's [rows, columns] tiles. Its
+    blocks are along the contiguous dimension, with the other dimensions of its kind
     (:data:`tmm_triton.ragged_tiles.Kinds`).
 
     Args:

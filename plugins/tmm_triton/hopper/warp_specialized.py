@@ -3,27 +3,27 @@
 A kernel whose warps both load and multiply stops multiplying at the end of every tile, while it
 rounds and stores. Here the block is persistent and its warps have roles:
 
-* The producer, one warp with 24 registers per thread, walks all k-steps of all the block's tiles
-  and keeps a ring of ``num_stages`` shared-memory stages full. It never waits for an epilogue, only
-  for a free stage. The first few stages are requested before the warps take their roles, and arrive
-  in the 0.5 µs which that takes. ``evict_first`` adds this hint to the loads
-  (``tmm_core.triton.ptx``), which saves 2 to 4 µs if few rows multiply a weight.
+* The producer is one warp with 24 registers per thread. It walks all k-steps of all the block's
+  tiles and keeps a ring of ``num_stages`` shared-memory stages full. It never waits for an
+  epilogue, only for a free stage. The first few stages are requested before the warps take their
+  roles. Taking roles takes 0.5 µs, in which these stages arrive. ``evict_first`` adds this hint to
+  the loads (``tmm_core.triton.ptx``), which saves 2 to 4 µs if few rows multiply a weight.
 * If TMA cannot read one operand, and few rows or columns multiply it, a loader of eight warps loads
   it through registers (``tmm_triton.unaligned_loads``), and arrives at a stage like the producer.
 * Consumers, warpgroups with up to 240 registers per thread, hold the accumulators and issue
-  ``wgmma`` on full stages. ``cooperative``: all share every tile, each owning some of its rows;
-  they do not run in lockstep, so one multiplies while another stores. ``pingpong``: two alternate
+  ``wgmma`` on full stages. ``cooperative``: all share every tile, each owning some of its rows.
+  They do not run in lockstep, so one multiplies while another stores. ``pingpong``: two alternate
   on whole tiles, so that the epilogue of one overlaps the main loop of the other. It wins for a
   short K (8192×4096×512 with silu on an H200: 1.54 × eager cuBLAS, cooperative 1.25).
 
 Two mbarriers per stage synchronize this. ``full`` flips when the stage's bytes have arrived,
 ``empty`` when every consumer has finished reading it. A wait sees only a parity, and would pass if
 the barrier were two phases behind. The producer and cooperating consumers wait for every phase in
-turn, so that cannot happen. A ping-pong consumer skips the other's k-steps: ``turn`` holds it until
-the other has seen its last stage full, when all phases before its own are complete.
+turn, so that cannot happen. A ping-pong consumer skips the other's k-steps. ``turn`` holds it until
+the other has seen its last stage full: then all phases before its own are complete.
 
-With ``tail_splits`` the tiles of an incomplete wave, here two of ten on four SMs, are split along K
-into as many parts as there are SMs for, and come first::
+With ``tail_splits`` the tiles of an incomplete wave are split along K into as many parts as there
+are SMs for, and come first. Here they are two of ten tiles on four SMs::
 
     block 3  | tile 0, first half ◀┐ | tile 5              | tile 9              |
     block 2  | tile 0, second half ┘ | tile 4              | tile 8              |
@@ -32,14 +32,14 @@ into as many parts as there are SMs for, and come first::
 
 The block with the first k-steps of a tile adds the parts that the others left in the workspace,
 while its other consumers multiply. Splitting tiles at equal distances (stream-K) leaves no SM idle.
-But then no two blocks need the same part of an operand at the same time, and it took up to 20 %
-longer on an H200. With ``splits``, for few tiles and a long K, every tile becomes that many tiles,
+But then no two blocks need the same part of an operand at the same time. It took up to 20 % longer
+on an H200. With ``splits``, for few tiles and a long K, every tile becomes that many tiles,
 each with its own part of K. Their sums go to a workspace, and a second kernel adds them up and
 finishes. With ``ranges`` one block sums the parts of a tile one after the other, with the same
 bits. In batch-invariant mode few rows use ``splits``, and many rows ``ranges``.
 
 Layouts have powers of two, but tiles of another width, such as 144 columns, often fill a wave
-better (cuBLAS has all multiples of 8). Such a tile is computed as a wide and a narrow product. B is
+better (cuBLAS has all multiples of 8). A tile of 144 columns is a wide and a narrow product. B is
 loaded in boxes as wide as the narrow product. The boxes are consecutive in shared memory, so that
 the wide product reads several of them as one operand. An edit of the PTX makes one ``wgmma`` of
 both, which reads A once (``tmm_core.triton.ptx``). Where Gluon has no view of several boxes as one,
@@ -47,18 +47,18 @@ the narrow product's boxes come first, and only the edit says that the others fo
 tile the first product has gate's columns and some of up's. In a ping-pong tile of 128×192 a thread
 holds 192 accumulators; the tile loads a sixth less than one of 128×128 for as many products.
 
-With ``early`` the launch overlaps the previous one (programmatic dependent launch): a block sets up
+With ``early`` the launch overlaps the previous one (programmatic dependent launch). A block sets up
 its barriers, waits for that launch to complete, and then requests its first k-steps. Before the
-wait it may load the weight's first k-steps if the weight is not being written (``static_weights``),
-or prefetch them into L2, which is always safe.
+wait it may load the weight's first k-steps if the weight is not being written (``static_weights``).
+Or it may prefetch them into L2, which is always safe.
 
 A finished tile is written strip by strip through staging buffers, by TMA where TMA can write it,
-else by pointers. The residual is loaded into the same buffers during the main loop: when it was
-read by pointers after the tile was done, it doubled the time of 8192×4096×512. For an auxiliary
-output per row each strip stores one number per row in the workspace, and a second launch reduces
-these numbers. Outputs with groups of columns are stored strip by strip too; a strip then has whole
-groups. A batch is a third dimension of all tensor maps and of the tile scheduler. Groups of
-different sizes are scheduled and described by :mod:`tmm_triton.ragged_tiles`.
+else by pointers. The residual is loaded into the same buffers during the main loop. When it was
+read by pointers after the tile was done, it doubled the time of 8192×4096×512. If an auxiliary
+output has a number per row, each strip stores one number per row in the workspace, and a second
+launch reduces these numbers. Outputs with groups of columns are stored strip by strip too; a strip
+then has whole groups. A batch is a third dimension of all tensor maps and of the tile scheduler.
+Groups of different sizes are scheduled and described by :mod:`tmm_triton.ragged_tiles`.
 
 Sums of 8-bit floats are added in fp32 after each k-step, since the tensor cores keep some 14 bits.
 Scales of blocks along K multiply them there; other scales multiply the finished tile.

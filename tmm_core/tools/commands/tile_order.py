@@ -1,9 +1,9 @@
-"""A model of GROUP_M: the order in which a kernel's programs compute output tiles, and the bytes
-that each wave of programs reads.
+"""Models GROUP_M: the order in which a kernel's programs compute output tiles, and the bytes that
+each wave of programs reads.
 
 Programs start in the order of their IDs, as many at a time as fit on the GPU: a wave. A wave reads
-the rows of A and the columns of B of its tiles once each, because its programs walk K together and
-find in L2 what a neighbour has loaded. Take 9×9 tiles and waves of 9 programs: with IDs along rows,
+the rows of A and the columns of B of its tiles once each. Its programs walk K together, and find in
+L2 what a neighbour has loaded. Take 9×9 tiles and waves of 9 programs: with IDs along rows,
 a wave reads one row of A and all nine columns of B. With IDs that go down three rows of tiles at a
 time, a wave reads three rows and three columns.
 
@@ -50,7 +50,7 @@ def memory_bytes(waves: Sequence[Wave], row_bytes: int, column_bytes: int, l2: i
     ``column_bytes`` of B.
 
     Between waves an L2 of ``l2`` bytes keeps the most recently used whole rows and columns, none
-    if 0; within a wave each is read once in either case.
+    if 0. Within a wave each is read once in either case.
     """
     held: OrderedDict[tuple[str, int], int] = OrderedDict()
     read = 0

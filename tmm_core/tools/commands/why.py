@@ -1,5 +1,8 @@
-"""``tmm explain --why``: an analysis of the chosen kernel from its own description, a model, the
-record and the compiler, and the effect of another stage or more warps."""
+"""``tmm explain --why``: analyses the chosen kernel.
+
+The sources are the kernel's own description, a model, the record and the compiler. The analysis
+includes the effect of another stage or more warps.
+"""
 
 from __future__ import annotations
 
@@ -59,8 +62,8 @@ def take_apart(explanation: Explanation, registry: Registry) -> dict[str, Any]:
 
 
 def reads(problem: Problem, anatomy: Anatomy) -> dict[str, Any] | None:
-    """The reads of the waves of one product; None if its tile order is not the usual one, or K is
-    split, so that waves consist of parts."""
+    """Return the reads of the waves of one product. None if its tile order is not the usual one, or
+    if K is split, so that waves consist of parts."""
     rows, columns = -(-problem.m // anatomy.block_m), -(-problem.n // anatomy.block_n)
     if not anatomy.group_m or anatomy.tiles != problem.batch * rows * columns:
         return None
@@ -96,8 +99,8 @@ def occupancy(device: DeviceFingerprint, used: Resources) -> dict[str, Any]:
 
 
 def _recorded_us(explanation: Explanation, kernel: str, config: Any = None) -> float | None:
-    """The recorded time at this M, or at the record's own, of a kernel with this config, or with
-    its first one; None if there is none."""
+    """Return the recorded time of a kernel with this config, or with its first one, at this M or at
+    the record's own; None if there is none."""
     record = explanation.record
     if record is None:
         return None
