@@ -58,7 +58,7 @@ from tmm_core.tuning.ranking import (
     times_around,
 )
 from tmm_core.tuning.search import MOST_HINTS, Hints, Search
-from tmm_core.tuning.untried import Left, unmeasured
+from tmm_core.tuning.untried import Obstacle, unmeasured
 from tmm_core.verify import verifier
 from tmm_core.verify.verifier import Verdict
 
@@ -901,7 +901,7 @@ def test_a_machine_that_cannot_compile_says_so_where_blas_is_alone(
     d, _ = dispatcher(FakeBlas(), *kernels)
     choice = d.choose(problem(device=replace(DEVICE, type=kind)), settings())
     assert (choice.origin, choice.candidate.kernel.name) == ("fallback", "blas")
-    assert warned_of == ([{("k", ""): Left("toolchain", "no C compiler")}] if warned else [])
+    assert warned_of == ([{("k", ""): Obstacle("toolchain", "no C compiler")}] if warned else [])
     monkeypatch.setattr(toolchain, "fingerprint", lambda: "another")
     assert d.untried.changed() is warned
 
@@ -1512,7 +1512,7 @@ def test_each_kernel_is_explained_once(m: int, inside: bool, tmp_path: Path) -> 
     d, _ = dispatcher(FakeBlas(), *kernels, root=tmp_path)
     lost = revised(result("blas", 9.0), samples_us=())
     d.adopt(problem(m=64), recorded(problem(m=64), result("fast", 5.0), lost))
-    d.untried.note(problem(m=64), set(), {("left", "1"): Left("passing", "no\n memory")})
+    d.untried.note(problem(m=64), set(), {("left", "1"): Obstacle("passing", "no\n memory")})
     found = explain_problem(d, problem(m=m), settings(on_cache_miss="heuristic"))
     again = "tried again by later processes, and by `tmm tune`"
     assert list(found._others()) == [
@@ -1549,7 +1549,7 @@ def test_what_a_tuning_would_time(tmp_path: Path) -> None:
         return [kernel.name for kernel in d.missing(instance, able, known, resume)]
 
     assert missing(record) == ["left", "new"]
-    d.untried.note(instance, set(), {("left", "1"): Left("passing", "no memory")})
+    d.untried.note(instance, set(), {("left", "1"): Obstacle("passing", "no memory")})
     assert missing(record) == ["new"]
     assert missing(record, resume=True) == ["left", "new"]
     assert missing(None) == ["blas", "left", "new"]
@@ -1831,7 +1831,7 @@ def test_a_call_does_not_measure_what_this_machine_cannot_try(tmp_path: Path) ->
     edge, mine = problem(), settings()
     for key in (edge, replace(edge, batch_invariant=True)):
         d.store.save(DEVICE.gpu, DEVICE.environment, recorded(key, result("blas", 9.0)))
-        d.untried.note(key, set(), {("left", "1"): Left("passing", "no memory")})
+        d.untried.note(key, set(), {("left", "1"): Obstacle("passing", "no memory")})
         able = d.able(key, mine)
         assert d.missing(key, able, d.record_of(key)) == []
         with (

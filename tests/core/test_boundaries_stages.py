@@ -57,7 +57,7 @@ from tmm_core.tuning.findings import Findings
 from tmm_core.tuning.search import CAUTION, Hints, _hinted, _incumbent, _interleaved
 from tmm_core.tuning.stages import Tuning, _repeats, _unverified
 from tmm_core.tuning.timing import HostTimer
-from tmm_core.tuning.untried import Left, Untried
+from tmm_core.tuning.untried import Obstacle, Untried
 from tmm_core.verify.environment_faults import BUDGET_ENDED
 
 
@@ -424,13 +424,13 @@ def test_a_race_of_large_products_ends_in_steady_state() -> None:
 @pytest.mark.parametrize(
     ("name", "error", "left"),
     [
-        ("k", MemoryError("x"), Left("passing", "at M=33: MemoryError: x")),
+        ("k", MemoryError("x"), Obstacle("passing", "at M=33: MemoryError: x")),
         ("blas", MemoryError("x"), None), ("k", ValueError("x"), None),
         ("k", TimeoutError(BUDGET_ENDED), None),
     ],
 )  # fmt: skip
 def test_a_kernel_that_lacked_memory_inside_the_bucket_is_tried_again(
-    name: str, error: Exception, left: Left | None
+    name: str, error: Exception, left: Obstacle | None
 ) -> None:
     one = tuning(Timer())
     one._leave_inside(run(name, 1.0), error, 33)
@@ -626,10 +626,10 @@ def test_a_result_without_samples_has_no_rank() -> None:
 def test_a_note_of_another_process_is_read(tmp_path: Path) -> None:
     one, other = Untried(CacheStore(tmp_path)), Untried(CacheStore(tmp_path))
     assert one.get(problem()) is None
-    other.note(problem(), set(), {("k", "1"): Left("passing", "no memory")})
+    other.note(problem(), set(), {("k", "1"): Obstacle("passing", "no memory")})
     noted = one.get(problem())
     assert noted is not None
-    assert noted.kernels == {("k", "1"): Left("passing", "no memory")}
+    assert noted.kernels == {("k", "1"): Obstacle("passing", "no memory")}
     assert one.of_device(problem().device) == [noted]
 
 
@@ -638,7 +638,7 @@ def test_a_note_that_the_disk_refuses_holds_in_this_process(
 ) -> None:
     one, other = Untried(CacheStore(tmp_path)), Untried(CacheStore(tmp_path))
     monkeypatch.setattr(type(one._notes(problem().device)), "add", lambda *_: None)
-    left = {("k", "1"): Left("toolchain", "no compiler")}
+    left = {("k", "1"): Obstacle("toolchain", "no compiler")}
     one.note(problem(), set(), left)
     assert (one.get(problem()), other.get(problem())) == (one._written[problem()][0], None)
     assert one.left(problem()) == (frozenset(left), frozenset())
@@ -1163,7 +1163,7 @@ def test_a_kernel_that_was_set_aside_is_reported_already() -> None:
     with pytest.warns(TmmWarning, match="is set aside: no reason"):
         odd.set_aside("no reason")  # type: ignore[attr-defined]
     for kernel in (d.registry.kernel("k"), FakeKernel("loose"), odd):
-        found.leave(kernel, Left("hung", "why"))
+        found.leave(kernel, Obstacle("hung", "why"))
     assert found.reported == {("odd", "1")}
     assert len(found.left) == 3
 

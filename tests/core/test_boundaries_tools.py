@@ -48,7 +48,7 @@ from tmm_core.tools.commands import (
     why,
     why_text,
 )
-from tmm_core.tuning.untried import Left, Noted
+from tmm_core.tuning.untried import Noted, Obstacle
 from tmm_core.verify.compare import tolerance
 from tmm_core.verify.verifier import Verdict
 
@@ -581,7 +581,7 @@ def test_folders_that_cannot_be_used_are_problems(
     assert list(doctor_toolchain.parts(torch.device("cpu"))) == []
 
 
-def _notes(*kernels: dict[str, Left]) -> Any:
+def _notes(*kernels: dict[str, Obstacle]) -> Any:
     notes = [
         SimpleNamespace(kernels={(n, "v"): left for n, left in each.items()}) for each in kernels
     ]
@@ -590,10 +590,10 @@ def _notes(*kernels: dict[str, Left]) -> Any:
 
 
 def test_untried_kernels_are_reported_with_the_worst_cause(monkeypatch: pytest.MonkeyPatch) -> None:
-    late = Left("budget", "late")
+    late = Obstacle("budget", "late")
     notes = _notes(
-        {"a": Left("hung", "it\n hung"), "b": late},
-        {"a": Left("passing", "no memory"), "c": Left("alike", "all")},
+        {"a": Obstacle("hung", "it\n hung"), "b": late},
+        {"a": Obstacle("passing", "no memory"), "c": Obstacle("alike", "all")},
         {"b": late, "d": late},
     )
     monkeypatch.setattr(doctor_toolchain, "dispatch", notes)
@@ -627,7 +627,7 @@ def test_untried_kernels_are_reported_with_the_worst_cause(monkeypatch: pytest.M
 def test_the_cause_to_mend_first(
     causes: list[Any], first: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    notes = _notes({cause: Left(cause, f"text of {cause}") for cause in causes})
+    notes = _notes({cause: Obstacle(cause, f"text of {cause}") for cause in causes})
     monkeypatch.setattr(doctor_toolchain, "dispatch", notes)
     (finding,) = doctor_toolchain.untried(torch.device("cpu"))
     assert finding.text.endswith(f"text of {first}")
@@ -1644,7 +1644,7 @@ def test_kernels_that_a_tuning_left_out_are_named(monkeypatch: pytest.MonkeyPatc
     assert (first["status"], again["status"]) == ("tuned", "on record")
     assert "untried" not in first
     store = dispatch.default_dispatcher().store
-    noted = {instance.bare(): Noted({("k", "1"): Left("toolchain", "why")})}
+    noted = {instance.bare(): Noted({("k", "1"): Obstacle("toolchain", "why")})}
     stub = SimpleNamespace(store=store, untried=noted)
     monkeypatch.setattr(tune, "dispatch", SimpleNamespace(default_dispatcher=lambda: stub))
     assert tune._tune(item, given)["untried"] == {"k": "why"}

@@ -56,7 +56,7 @@ from tmm_core.tuning.candidate_run import CandidateRun
 from tmm_core.tuning.cold_operands import copies, rotated, rotating
 from tmm_core.tuning.findings import Findings
 from tmm_core.tuning.search import estimate_us
-from tmm_core.tuning.untried import Left, Noted, Untried, unmeasured
+from tmm_core.tuning.untried import Noted, Obstacle, Untried, unmeasured
 from tmm_core.verify.environment_faults import (
     BUDGET_ENDED,
     alike,
@@ -312,14 +312,14 @@ def test_verdicts_are_of_kernels() -> None:
 )  # fmt: skip
 def test_the_gravest_cause_of_a_kernel_is_kept(first: Any, second: Any, kept: str) -> None:
     found, kernel = Findings(), FakeKernel("k")
-    found.leave(kernel, Left(first, "1"))
-    found.leave(kernel, Left(second, "2"))
+    found.leave(kernel, Obstacle(first, "1"))
+    found.leave(kernel, Obstacle(second, "2"))
     assert found.left[("k", "1")].cause == kept
-    found.leave(kernel, Left(kept, "3"))  # type: ignore[arg-type]
+    found.leave(kernel, Obstacle(kept, "3"))  # type: ignore[arg-type]
     assert found.left[("k", "1")].reason != "3"
 
 
-def warnings_of(left: dict[Any, Left], **more: Any) -> list[str]:
+def warnings_of(left: dict[Any, Obstacle], **more: Any) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         findings.warn_of_environment(left, "P", **more)
@@ -329,22 +329,26 @@ def warnings_of(left: dict[Any, Left], **more: Any) -> list[str]:
 def test_a_kernel_that_was_set_aside_is_not_warned_of_again() -> None:
     found, kernel = Findings(), CheckedKernel(FakeKernel("k"), Source("p"))
     kernel.fault = "it wrote beyond its output"
-    found.leave(kernel, Left("toolchain", "no ptxas"))
+    found.leave(kernel, Obstacle("toolchain", "no ptxas"))
     found.report("P")  # warnings are errors
     assert list(found.left) == [("k", kernel.version)]
     kernel.fault = None
     found = Findings()
-    found.leave(kernel, Left("toolchain", "no ptxas"))
+    found.leave(kernel, Obstacle("toolchain", "no ptxas"))
     with pytest.warns(TmmWarning, match="kept tmm from trying kernel k for P"):
         found.report("P")
 
 
 def test_one_warning_of_the_environment_names_the_gravest() -> None:
     left = {
-        ("a", "1"): Left("passing", "no memory"), ("b", "1"): Left("toolchain", "no\n ptxas"),
-        ("b", "2"): Left("toolchain", "no ptxas"), ("c", "1"): Left("hung", "hung"),
-    }  # fmt: skip
-    assert warnings_of({("c", "1"): Left("hung", "x"), ("d", "1"): Left("budget", "x")}) == []
+        ("a", "1"): Obstacle("passing", "no memory"),
+        ("b", "1"): Obstacle("toolchain", "no\n ptxas"),
+        ("b", "2"): Obstacle("toolchain", "no ptxas"),
+        ("c", "1"): Obstacle("hung", "hung"),
+    }
+    assert (
+        warnings_of({("c", "1"): Obstacle("hung", "x"), ("d", "1"): Obstacle("budget", "x")}) == []
+    )
     (text,) = warnings_of(left)
     assert text.startswith(
         "this machine kept tmm from trying kernel b and 1 more kernels for P: no ptxas. "
@@ -352,11 +356,11 @@ def test_one_warning_of_the_environment_names_the_gravest() -> None:
     assert "tried again when the toolchain changes. Run `tmm doctor`" in text
     assert warnings_of(left) == []
     findings._warned.clear()
-    (text,) = warnings_of({("a", "1"): Left("passing", "x" * 401)})
+    (text,) = warnings_of({("a", "1"): Obstacle("passing", "x" * 401)})
     assert f"kernel a for P: {'x' * 400}…. " in text
     assert "tried again later" in text
     findings._warned.clear()
-    (text,) = warnings_of({("a", "1"): Left("alike", "y" * 400)}, causes=("alike",))
+    (text,) = warnings_of({("a", "1"): Obstacle("alike", "y" * 400)}, causes=("alike",))
     assert f": {'y' * 400}. " in text
 
 
@@ -386,7 +390,7 @@ def test_a_reason_has_its_place_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 A, B = ("a", "1"), ("b", "1")
-NOTED = Noted({A: Left("toolchain", "t"), B: Left("passing", "p")}, {"here": 1})
+NOTED = Noted({A: Obstacle("toolchain", "t"), B: Obstacle("passing", "p")}, {"here": 1})
 
 
 @pytest.mark.parametrize(
@@ -412,7 +416,7 @@ def test_notes_survive_json_and_nonsense_is_none() -> None:
     ):  # fmt: skip
         assert Noted.from_json(document) is None
     unknown = {**bad, "kernels": [["novel", "t", [["a", "1"]]], ["hung", "h", [["b", "1"]]]]}
-    assert Noted.from_json(unknown) == Noted({B: Left("hung", "h")}, {"here": 1})
+    assert Noted.from_json(unknown) == Noted({B: Obstacle("hung", "h")}, {"here": 1})
 
 
 def test_a_note_is_of_what_was_tried_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -425,7 +429,7 @@ def test_a_note_is_of_what_was_tried_last(tmp_path: Path, monkeypatch: pytest.Mo
     now[0] = "before"
     assert not mine.changed()  # the tuning left no candidate untried
     now[0] = "one"
-    mine.note(key, {A, B}, {A: Left("toolchain", "x" * 5000), B: Left("passing", "p")})
+    mine.note(key, {A, B}, {A: Obstacle("toolchain", "x" * 5000), B: Obstacle("passing", "p")})
     noted = mine.get(key)
     assert noted is not None
     assert noted.tried == {"one": 1}
@@ -438,7 +442,7 @@ def test_a_note_is_of_what_was_tried_last(tmp_path: Path, monkeypatch: pytest.Mo
     assert (mine.changed(), mine.changed()) == (True, False)
     assert mine.left(key) == (frozenset(), {A, B})
     mine.note(key, {A}, {})
-    assert mine.get(key) == Noted({B: Left("passing", "p")}, {"one": 1, "two": 1})
+    assert mine.get(key) == Noted({B: Obstacle("passing", "p")}, {"one": 1, "two": 1})
     assert Untried(CacheStore(tmp_path)).get(key) == mine.get(key)
     assert [each.kernels.keys() for each in other.of_device(key.device)] == [{B}]
     mine.note(key, {B}, {})

@@ -43,7 +43,7 @@ from tmm_core.spec.kernel import Candidate, Config, Kernel
 from tmm_core.spec.launcher import BASELINE, Launcher
 from tmm_core.spec.problem import Problem
 from tmm_core.tuning.findings import warn_of_environment
-from tmm_core.tuning.untried import Left, Noted
+from tmm_core.tuning.untried import Noted, Obstacle
 from tmm_core.verify.environment_faults import cause_of
 
 if TYPE_CHECKING:
@@ -162,7 +162,7 @@ class Dispatcher(Deferring):
             self.warn_once(f"a forced kernel is used unverified: {why}")
             return choice
         if cause is not None:
-            left = {(name, choice.candidate.kernel.version): Left(cause, why)}
+            left = {(name, choice.candidate.kernel.version): Obstacle(cause, why)}
             warn_of_environment(left, problem)
         blas = self._fallback(problem, why)
         if blas.candidate.kernel.reasons_against(problem):
@@ -363,7 +363,7 @@ class Dispatcher(Deferring):
             names = (each.name for each in self.registry.kernels() if each.name != BASELINE)
             if (other := next(names, None)) is not None:
                 self.untried.watch()
-                self.warn_untried(problem, Noted({(other, ""): Left("toolchain", lacking)}))
+                self.warn_untried(problem, Noted({(other, ""): Obstacle("toolchain", lacking)}))
         return choice
 
     def _fallback(self, problem: Problem, why: str) -> Choice:
@@ -446,7 +446,7 @@ class Dispatcher(Deferring):
         cause = None if error is None else cause_of(error)
         if cause is not None:
             self.untried.watch()
-            left = {(kernel.name, kernel.version): Left(cause, text)}
+            left = {(kernel.name, kernel.version): Obstacle(cause, text)}
             warn_of_environment(left, problem, (cause,))
             return
         about = f"{failed} on {problem} and is not used for it any more: {text}"

@@ -19,7 +19,7 @@ from tmm_core.spec.bucket import bucketed
 from tmm_core.spec.kernel import Traits, config_text
 from tmm_core.spec.problem import Problem
 from tmm_core.tuning.ranking import compared_at, slower_in_steady_state
-from tmm_core.tuning.untried import Left
+from tmm_core.tuning.untried import Obstacle
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +186,7 @@ def explain_problem(dispatcher: Dispatcher, problem: Problem, settings: Settings
     )
 
 
-def _reason_untried(left: Left) -> str:
+def _reason_untried(left: Obstacle) -> str:
     """Return the reason why a kernel is untried, and when it is tried again, in one line."""
     when = {
         "passing": "by later processes, and by `tmm tune`",

@@ -25,7 +25,7 @@ from tmm_core.spec.steps import Steps, drained
 from tmm_core.tuning.findings import Findings, warn_of_environment
 from tmm_core.tuning.ranking import fastest_first
 from tmm_core.tuning.search import CLOSE, NO_HINTS, Hints
-from tmm_core.tuning.untried import Left
+from tmm_core.tuning.untried import Obstacle
 from tmm_core.verify.environment_faults import cause_of
 
 if TYPE_CHECKING:
@@ -214,4 +214,4 @@ class Measuring(Lookup):
         if cause is None:
             self.warn_once(f"{problem}: {forbidden}")
             return
-        warn_of_environment({(BASELINE, ""): Left(cause, forbidden)}, problem, (cause,))
+        warn_of_environment({(BASELINE, ""): Obstacle(cause, forbidden)}, problem, (cause,))

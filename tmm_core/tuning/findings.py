@@ -15,7 +15,7 @@ from tmm_core.errors import ConfigError, UnsupportedProblemError, warn, warn_of_
 from tmm_core.registry.query import CheckedKernel, place_of
 from tmm_core.registry.registry import Source
 from tmm_core.spec.kernel import Kernel
-from tmm_core.tuning.untried import Able, Left
+from tmm_core.tuning.untried import KernelVersion, Obstacle
 from tmm_core.verify.environment_faults import Cause, read
 
 #: The order of causes in reports: the first is the one to repair.
@@ -44,16 +44,16 @@ class Findings:
     """The findings of one tuning."""
 
     #: The kernels to be tried, and the kernels among them that the environment left untried.
-    tried: set[Able] = field(default_factory=set)
-    left: dict[Able, Left] = field(default_factory=dict)
+    tried: set[KernelVersion] = field(default_factory=set)
+    left: dict[KernelVersion, Obstacle] = field(default_factory=dict)
     #: The untried kernels that were set aside, with a warning.
-    reported: set[Able] = field(default_factory=set)
+    reported: set[KernelVersion] = field(default_factory=set)
     #: Faults by the kernels' sources, which warnings name.
     faults: dict[Any, list[Fault]] = field(default_factory=dict)
     #: Whether the record's winner was verified in every way of use.
     verified: bool = False
 
-    def leave(self, kernel: Kernel[Any], left: Left) -> None:
+    def leave(self, kernel: Kernel[Any], left: Obstacle) -> None:
         """Note a kernel if the environment left some or all of its candidates untried."""
         name = kernel.name, kernel.version
         before = self.left.get(name)
@@ -96,7 +96,9 @@ def refuses(error: BaseException) -> bool:
 
 
 def warn_of_environment(
-    left: Mapping[Able, Left], about: object, causes: tuple[Cause, ...] = ("toolchain", "passing")
+    left: Mapping[KernelVersion, Obstacle],
+    about: object,
+    causes: tuple[Cause, ...] = ("toolchain", "passing"),
 ) -> None:
     """Issue one warning per process about kernels that the environment left untried."""
     broken = {name: why for name, why in left.items() if why.cause in causes}

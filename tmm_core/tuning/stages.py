@@ -32,7 +32,7 @@ from tmm_core.tuning.ranking import CLOSE, MARGIN, decide
 from tmm_core.tuning.ranking import finalists as finalists_of
 from tmm_core.tuning.search import Search
 from tmm_core.tuning.timing import CAPTURES, LONG_US, Samples, is_disturbed, normalised
-from tmm_core.tuning.untried import Left
+from tmm_core.tuning.untried import Obstacle
 from tmm_core.verify.environment_faults import BUDGET_ENDED, alike, cause_of
 from tmm_core.verify.verifier import Extent, Verifier
 
@@ -446,7 +446,7 @@ class Tuning:
         cause = cause_of(error)
         if cause is not None and cause != "budget" and not run.is_baseline:
             along = self._problem.along.upper()
-            left = Left(cause, f"at {along}={m}: {error_text(error)}")
+            left = Obstacle(cause, f"at {along}={m}: {error_text(error)}")
             self._findings.leave(run.candidate.kernel, left)
 
     def conclude(self) -> list[CandidateResult]:
@@ -465,7 +465,7 @@ class Tuning:
             kernel, reason = run.candidate.kernel, run.reason or ""
             # A kernel with one config within the budget counts as tried.
             if run.cause is not None and not (run.cause == "budget" and kernel in known):
-                self._findings.leave(kernel, Left(run.cause, reason))
+                self._findings.leave(kernel, Obstacle(run.cause, reason))
             if run.is_faulty:
                 more = "; every kernel failed so" if run.cause == "alike" else ""
                 self._findings.blame(kernel, reason + more, run.raised)

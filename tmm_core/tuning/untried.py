@@ -36,12 +36,12 @@ _TOOLCHAINS = 8
 _REASON = 300
 
 #: A kernel's name and version.
-Able = tuple[str, str]
+KernelVersion = tuple[str, str]
 
 
 @dataclass(frozen=True, slots=True)
-class Left:
-    """Why a kernel is untried."""
+class Obstacle:
+    """The reason why the environment left a kernel untried."""
 
     cause: Cause
     reason: str
@@ -51,11 +51,11 @@ class Left:
 class Noted:
     """The note about one problem."""
 
-    kernels: Mapping[Able, Left] = field(default_factory=dict)
+    kernels: Mapping[KernelVersion, Obstacle] = field(default_factory=dict)
     #: The number of processes that tried them, by the toolchain's fingerprint.
     tried: Mapping[str, int] = field(default_factory=dict)
 
-    def again(self, fingerprint: str, here: bool) -> frozenset[Able]:
+    def again(self, fingerprint: str, here: bool) -> frozenset[KernelVersion]:
         """Return the kernels that a call tries again; ``here``: this process has already tried
         them, under this toolchain."""
         count = self.tried.get(fingerprint, 0)
@@ -79,7 +79,7 @@ class Noted:
         with suppress(Exception):  # a damaged note may hold anything
             assert isinstance(document, dict)
             kernels = {
-                (str(name), str(version)): Left(cause, str(reason))
+                (str(name), str(version)): Obstacle(cause, str(reason))
                 for cause, reason, names in document["kernels"]
                 for name, version in names
                 if cause in get_args(Cause)
@@ -107,7 +107,7 @@ class Untried:
             return self._written[key][0]
         return Noted.from_json(self._notes(key.device).get(digest(key.to_json())))
 
-    def left(self, key: Problem) -> tuple[frozenset[Able], frozenset[Able]]:
+    def left(self, key: Problem) -> tuple[frozenset[KernelVersion], frozenset[KernelVersion]]:
         """Return the kernels that a call leaves untried now, and those that it tries again."""
         noted = self.get(key)
         if noted is None or not noted.kernels:
@@ -122,7 +122,9 @@ class Untried:
         """Watch the toolchain, because it made a kernel fail outside of tuning."""
         self._toolchain = self._toolchain or toolchain.fingerprint()
 
-    def note(self, key: Problem, tried: Collection[Able], left: Mapping[Able, Left]) -> None:
+    def note(
+        self, key: Problem, tried: Collection[KernelVersion], left: Mapping[KernelVersion, Obstacle]
+    ) -> None:
         """Write a note about a tuning: the kernels to be ``tried``, and those ``left`` untried."""
         before = self.get(key)
         if before is None and not left:
@@ -130,7 +132,7 @@ class Untried:
         now = toolchain.fingerprint()
         before = before or Noted()
         kept = {name: why for name, why in before.kernels.items() if name not in tried}
-        short = {name: Left(why.cause, why.reason[:_REASON]) for name, why in left.items()}
+        short = {name: Obstacle(why.cause, why.reason[:_REASON]) for name, why in left.items()}
         counts = {**before.tried, now: before.tried.get(now, 0) + 1}
         counts = dict(list(counts.items())[-_TOOLCHAINS:])
         noted = Noted(kept | short, counts)
@@ -167,7 +169,7 @@ def unmeasured(
     kernels: Sequence[Kernel[Any]],
     record: TuningRecord | None,
     resume: bool = False,
-    left: tuple[Collection[Able], Collection[Able]] = ((), ()),
+    left: tuple[Collection[KernelVersion], Collection[KernelVersion]] = ((), ()),
 ) -> list[Kernel[Any]]:
     """Return the kernels without a verdict on this version in ``record``, or without one for a
     config that uses the caller's promises (``Config.assumes``).
@@ -180,7 +182,7 @@ def unmeasured(
     waiting, again = left
     if record is None:
         return list(kernels)
-    known: dict[Able, list[CandidateResult]] = {}
+    known: dict[KernelVersion, list[CandidateResult]] = {}
     for result in verdicts(record.candidates):
         if not (resume and result.reason == BUDGET_ENDED):
             known.setdefault((result.kernel, result.version), []).append(result)

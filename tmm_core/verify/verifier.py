@@ -38,8 +38,8 @@ Extent = Literal["brief", "first use", "repeated", "whole"]
 class Verdict:
     """The result of verification."""
 
-    #: The largest error (:func:`verify.error`): NaN if an expected number is NaN or Inf, None if
-    #: nothing was compared.
+    #: The largest error (:func:`tmm_core.verify.compare.error`): NaN if an expected number is NaN
+    #: or Inf, None if nothing was compared.
     error: float | None
     #: The fault, in one line; None: no fault.
     reason: str | None = None

@@ -15,7 +15,7 @@ from tmm_core import dispatch
 from tmm_core.spec import toolchain
 from tmm_core.spec.device import fingerprint
 from tmm_core.tuning.findings import GRAVEST
-from tmm_core.tuning.untried import Left
+from tmm_core.tuning.untried import Obstacle
 
 #: Seconds that a program may take to tell its version.
 _PATIENCE = 20.0
@@ -65,7 +65,7 @@ def untried(device: torch.device) -> Iterator[Finding]:
         yield Finding("untried", "note", text, "tmm tune them with a larger --budget")
 
 
-def _advice(first: Left) -> str:
+def _advice(first: Obstacle) -> str:
     if first.cause == "hung":
         return "report it to the kernel's author"
     again = "repair it; calls then try them again, and so does tmm tune"
