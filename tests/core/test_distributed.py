@@ -96,6 +96,45 @@ def test_without_a_rule_operands_are_moved(world: World, case: Case, grad: bool)
         assert all(error < 1e-13 for error in outcome.gradients.values()), outcome.gradients
 
 
+def unequal_rows(rows: int, epilogue: str | None) -> float | None:
+    """The largest error of the gradients of a sequence in unequal shards, in parts of the largest
+    number; None if torch's own product has none."""
+    from torch.distributed.tensor import distribute_tensor, init_device_mesh
+    from torch.nn.functional import linear
+
+    mesh = init_device_mesh("cpu", (4,))
+    chance = torch.Generator().manual_seed(6)
+    whole = [torch.randn(shape, generator=chance).double() for shape in ((3, rows, 8), (4, 8))]
+    sharded = [
+        distribute_tensor(t, mesh, placements(text)).requires_grad_()
+        for t, text in zip(whole, ("S1", "R"), strict=True)
+    ]
+    for t in whole:
+        t.requires_grad_()
+    try:
+        linear(*sharded).sum().backward()
+    except RuntimeError:  # torch 2.10
+        return None
+    errors = []
+    for t in sharded:
+        t.grad = None
+    tmm_core.linear(*sharded, epilogue=epilogue).square().sum().backward()
+    tmm_core.linear(*whole, epilogue=epilogue).square().sum().backward()
+    for t, own in zip(whole, sharded, strict=True):
+        errors.append((own.grad.full_tensor() - t.grad).abs().max() / t.grad.abs().max())
+    return float(max(errors))
+
+
+@pytest.mark.parametrize(("rows", "epilogue"), [(5, None), (7, "relu"), (10, "silu")])
+def test_unequal_shards_of_a_sequence_have_gradients(
+    world: World, rows: int, epilogue: str | None
+) -> None:
+    for error in world.run(unequal_rows, rows, epilogue):
+        if error is None:
+            pytest.skip("this torch's own product has no gradients of them")
+        assert error < 1e-13
+
+
 #: Grouped products: shapes of a and b, then placements of a, b and the result.
 GROUPED = {
     "N": (((12, 16), (3, 16, 8)), ("R", "S2", "S1"), {"bias": "S1", "residual": "S1"}),

@@ -220,13 +220,15 @@ def _summed_to(t: Tensor, shape: Sequence[int]) -> Tensor:
     return t.sum(tuple(range(lead))) if lead else t
 
 
-def _flattened(a: Tensor, dz: Tensor) -> tuple[Tensor, Tensor]:
+def _flattened(a: Any, dz: Tensor) -> tuple[Tensor, Tensor]:
     """Flatten the DTensors ``[…, M, K]`` and ``[…, M, N]`` into matrices with the same rows. The
-    product sums over rows, so their order does not matter. A sharded dimension is moved to the
-    front: only there DTensor flattens it without communication (in torch 2.10, at all)."""
-    for placement in getattr(a, "placements", ()):
+    product sums over rows, so their order does not matter. A dimension of equal shards is moved to
+    the front: only there DTensor flattens it without communication (in torch 2.10, at all). It
+    flattens one of unequal shards only where it is not the first."""
+    for along, placement in enumerate(getattr(a, "placements", ())):
         if placement.is_shard() and 0 < placement.dim < a.dim() - 1:
-            a, dz = a.movedim(placement.dim, 0), dz.movedim(placement.dim, 0)
+            if a.shape[placement.dim] % a.device_mesh.size(along) == 0:
+                a, dz = a.movedim(placement.dim, 0), dz.movedim(placement.dim, 0)
             break
     return a.flatten(0, -2), dz.flatten(0, -2)
 
