@@ -35,7 +35,7 @@ _NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0)
 
 
 def open_regular(path: Path, flags: int) -> int:
-    """A descriptor of a regular file. Raises OSError for anything else.
+    """Return a descriptor of a regular file. Raises OSError for anything else.
 
     It never blocks: a FIFO or a socket in place of a file is refused.
     """

@@ -86,7 +86,7 @@ _decoder = functools.cache(msgspec.json.Decoder)
 
 
 def converted(value: object, kind: Any) -> Any:
-    """A JSON value as one of the type ``kind``. Raises RecordError that names the field."""
+    """Return a JSON value as one of the type ``kind``. Raises RecordError that names the field."""
     try:
         return msgspec.convert(value, kind, str_keys=True)
     except _REFUSED as error:
@@ -116,7 +116,7 @@ def _refused(error: Exception) -> RecordError:
 
 
 def shown(value: object) -> str:
-    """A found value as quoted in an error, shortened."""
+    """Return a found value as quoted in an error, shortened."""
     if isinstance(value, dict):
         return "an object"
     if isinstance(value, list):
@@ -142,7 +142,7 @@ def require_printable(texts: Iterable[object]) -> None:
 
 
 def parameters(value: object) -> dict[str, Any]:
-    """A kernel's config as an object of a few scalars, none of a plugin's own type. Raises
+    """Return a kernel's config as an object of a few scalars, none of a plugin's own type. Raises
     RecordError."""
     for name, each in value.items() if isinstance(value, dict) else ():
         scalar = type(each) in _SCALARS and (type(each) is not float or math.isfinite(each))

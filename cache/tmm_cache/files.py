@@ -64,7 +64,7 @@ Report: TypeAlias = Callable[[Fault], object]
 
 
 def parse_stored(data: bytes, name: str) -> TuningRecord:
-    """The record of a file called `<name>.json`. A file made by hand may lack a checksum.
+    """Return the record of a file called `<name>.json`. A file made by hand may lack a checksum.
 
     Raises ValueError for bytes that are not JSON, and RecordError for JSON that is not a record or
     has a wrong checksum. RecordError is also raised if the file's name is not the digest of its
@@ -82,7 +82,7 @@ def _checksum(text: str) -> str:
 
 
 def sealed(document: Document) -> bytes:
-    """A document's bytes, with its checksum appended as the last field."""
+    """Return a document's bytes, with its checksum appended as the last field."""
     text = json.dumps(document, allow_nan=False)
     return f'{text[:-1]}, "checksum": "{_checksum(text)}"}}\n'.encode("ascii")
 
@@ -108,7 +108,7 @@ def unsealed(data: bytes, *, required: bool = False) -> bytes:
 
 
 def parse_environment(data: bytes, name: str) -> dict[str, JSON]:
-    """The environment of a folder called `name`. Raises ValueError like `parse_stored`."""
+    """Return the environment of a folder called `name`. Raises ValueError like `parse_stored`."""
     value = parse(data)
     if not isinstance(value, dict):
         raise RecordError("environment: found no object, accepted is an object")
@@ -122,7 +122,7 @@ def parse_environment(data: bytes, name: str) -> dict[str, JSON]:
 
 
 def read_file(path: Path, *, most: int = MAX_BYTES) -> bytes | Fault | None:
-    """A regular file's content; None if it is absent."""
+    """Return a regular file's content; None if it is absent."""
     try:
         status = os.stat(path)
     except FileNotFoundError as error:
@@ -154,17 +154,17 @@ def read_record(path: Path, report: Report) -> TuningRecord | None:
 
 
 def read_brief(path: Path, report: Report) -> Brief | None:
-    """The fields of a file's record that a list shows; None as for :func:`read_record`."""
+    """Return the fields of a file's record that a list shows; None as for :func:`read_record`."""
     return _parsed(path, Brief.from_bytes, "record", report)
 
 
 def read_problem(path: Path, report: Report) -> Document | None:
-    """The problem of a file's record; None as for :func:`read_record`."""
+    """Return the problem of a file's record; None as for :func:`read_record`."""
     return _parsed(path, problem_of, "record", report)
 
 
 def read_environment(folder: Path, report: Report) -> dict[str, JSON] | None:
-    """The environment of a folder of records; None as for :func:`read_record`."""
+    """Return the environment of a folder of records; None as for :func:`read_record`."""
     path = folder / ENVIRONMENT
     return _parsed(path, lambda data: parse_environment(data, folder.name), "environment", report)
 
@@ -183,7 +183,7 @@ def _parsed(path: Path, parse: Callable[[bytes], T], what: str, report: Report) 
 
 
 def record_bytes(record: TuningRecord, checked: bool = False) -> bytes:
-    """The sealed content of a record's file. `checked`: the record was just read, and is not
+    """Return the sealed content of a record's file. `checked`: the record was just read, and is not
     checked again.
 
     Raises RecordError for a record that would not read back: a bug, better reported now than as a

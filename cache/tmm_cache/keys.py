@@ -25,7 +25,7 @@ SLUG = rf"[a-z0-9][a-z0-9._-]{{0,{_SLUG_MAX - 1}}}"
 
 
 def canonical(value: JSON) -> str:
-    """The one JSON text of a value: sorted keys, no spaces, ASCII.
+    """Return the one JSON text of a value: sorted keys, no spaces, ASCII.
 
     Raises TypeError for a value that JSON cannot represent, ValueError for NaN, infinities and
     circular references, RecursionError for nesting beyond Python's stack.
@@ -56,7 +56,7 @@ def digest(mapping: Document) -> str:
 
 
 def slug(text: str) -> str:
-    """A folder name for a GPU: `slug("NVIDIA H200 sm90 132SM") == "nvidia-h200-sm90-132sm"`.
+    """Return a folder name for a GPU: `slug("NVIDIA H200 sm90 132SM") == "nvidia-h200-sm90-132sm"`.
 
     Any text gives a valid name, and `slug` is idempotent. A text without a letter or digit gives
     "unknown"; an overlong one ends in a hash of the part that was cut.

@@ -47,11 +47,11 @@ class Notes:
                 self._read()
 
     def get(self, about: str) -> JSON:
-        """The latest note about this; None if there is none."""
+        """Return the latest note about this; None if there is none."""
         return self._notes.get(about)
 
     def values(self) -> list[JSON]:
-        """The latest note about each thing."""
+        """Return the latest note about each thing."""
         return list(self._notes.values())
 
     def add(self, about: str, value: JSON) -> None:
@@ -89,7 +89,7 @@ class Notes:
 
 
 def stamp(paths: Iterable[str | os.PathLike[str]]) -> list[JSON]:
-    """A fingerprint of files: the path, size, mtime and ctime of each.
+    """Return a fingerprint of files: the path, size, mtime and ctime of each.
 
     Archives and copies restore the mtime but not the ctime. An absent file has neither.
     """

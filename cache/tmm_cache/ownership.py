@@ -55,7 +55,7 @@ def foreign(root: Path) -> str | None:
 
 
 def foreign_below(top: Path) -> list[str]:
-    """A folder and files in it that others may have written, each with the reason that
+    """Return a folder and files in it that others may have written, each with the reason that
     `foreign_file` would give. Empty if the cache is shared on purpose or it cannot be listed."""
     found: list[str] = []
     if is_shared():

@@ -50,7 +50,7 @@ def require_own(root: Path) -> None:
 
 
 def layer_paths(environ: Mapping[str, str] = os.environ) -> tuple[Path, ...]:
-    """The read-only layers below the user's own, nearest first: `TMM_CACHE_PATH`, then what
+    """Return the read-only layers below the user's own, nearest first: `TMM_CACHE_PATH`, then what
     installed packages ship."""
     parts = environ.get("TMM_CACHE_PATH", "").split(os.pathsep)
     own = tuple(Path(os.path.expanduser(part)) for part in parts if part)
@@ -85,7 +85,7 @@ def shipped_layers(environ: Mapping[str, str] = os.environ) -> tuple[Path, ...]:
 
 
 def record_path(root: Path, gpu: str, environment: str, problem: str) -> Path:
-    """The file of a record, by its GPU and the digests of its environment and its problem.
+    """Return the file of a record, by its GPU and the digests of its environment and its problem.
 
     Raises ValueError for a GPU that is not a slug or an environment that is not a digest: both
     become path components and must not escape the root.
@@ -133,7 +133,7 @@ def default_root(environ: Mapping[str, str] = os.environ) -> Path:
 
 
 def lock_path(environ: Mapping[str, str], root: Path) -> Path:
-    """The lock file: `TMM_LOCK_FILE`, else `tmm.lock.json` in the root."""
+    """Return the lock file: `TMM_LOCK_FILE`, else `tmm.lock.json` in the root."""
     chosen = environ.get("TMM_LOCK_FILE")
     return absolute(chosen) if chosen else root / LOCK_NAME
 

@@ -26,7 +26,7 @@ SHORT_DTYPES = {
 
 
 def text_of(value: JSON) -> str:
-    """A value as shown in a table cell."""
+    """Return a value as shown in a table cell."""
     if type(value) is int:  # most cells of a list; json.dumps takes fifteen times as long
         return str(value)
     if isinstance(value, str):
@@ -53,7 +53,7 @@ def shape(problem: Document) -> str:
 
 
 def operand(problem: Document, name: str, part: str) -> str:
-    """A field, like "dtype" or "layout", of operand "a" or "b"."""
+    """Return a field, like "dtype" or "layout", of operand "a" or "b"."""
     value = problem.get(name)
     if isinstance(value, dict | Mapping) and part in value:  # the check for a dict is faster
         return text_of(value[part])
@@ -73,18 +73,18 @@ def dtypes(problem: Document, *, short: bool = False) -> str:
 
 
 def layouts(problem: Document) -> str:
-    """The layouts of a and b."""
+    """Return the layouts of a and b."""
     return f"{operand(problem, 'a', 'layout')} x {operand(problem, 'b', 'layout')}"
 
 
 def epilogue(problem: Document) -> str:
-    """The epilogue's name."""
+    """Return the epilogue's name."""
     value = problem.get("epilogue", ABSENT)
     return text_of(value["name"] if isinstance(value, Mapping) and "name" in value else value)
 
 
 def expression(problem: Document) -> str:
-    """The epilogue with its bias and residual: `bias+silu+residual`."""
+    """Return the epilogue with its bias and residual: `bias+silu+residual`."""
     middle = epilogue(problem)
     bias, residual = problem.get("bias"), problem.get("residual")
     named = [

@@ -128,7 +128,7 @@ class CandidateResult(Struct, frozen=True, forbid_unknown_fields=True, omit_defa
         return _median(self.samples_us)
 
     def thinned(self, is_complete: bool = True) -> CandidateResult:
-        """A copy with three samples: the smallest, the median and the largest.
+        """Return a copy with three samples: the smallest, the median and the largest.
 
         A candidate that was eliminated early keeps only its median, so that it remains
         distinguishable.
@@ -288,7 +288,7 @@ class _Headed(Struct, frozen=True):
 
 
 def problem_of(data: bytes) -> Mapping[str, Any]:
-    """The problem of a record's document. The rest of the file is not checked. Raises
+    """Return the problem of a record's document. The rest of the file is not checked. Raises
     RecordError."""
     headed: _Headed = fields.decoded(data, _Headed)
     fields.require_sizes(headed.problem)

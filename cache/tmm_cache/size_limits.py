@@ -90,7 +90,7 @@ class SizeLimiter:
 
 
 def leftovers(folder: Path) -> list[Path]:
-    """The temporary files left by killed processes."""
+    """Return the temporary files left by killed processes."""
     latest = time.time() - STALE_SECONDS
     found = []
     for path in files(folder, TEMPORARY):
@@ -101,7 +101,7 @@ def leftovers(folder: Path) -> list[Path]:
 
 
 def files(folder: Path, names: re.Pattern[str]) -> list[Path]:
-    """The files of a folder whose names match, sorted; none if it can't be listed."""
+    """Return the files of a folder whose names match, sorted; none if it can't be listed."""
     found = _entries(folder, names)
     return sorted(Path(entry.path) for entry in found if entry.is_file(follow_symlinks=False))
 

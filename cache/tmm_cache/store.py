@@ -93,7 +93,7 @@ class CacheStore:
         self._unwritten: dict[Path, Summary[TuningRecord]] = {}
 
     def path(self, gpu: str, environment: Document, problem: Document) -> Path:
-        """The file in the user's own root where the problem's record is or would be."""
+        """Return the file in the user's own root where the problem's record is or would be."""
         return record_path(self.root, gpu, digest(environment), digest(problem))
 
     def load(self, gpu: str, environment: Document, problem: Document) -> TuningRecord | None:
@@ -107,13 +107,13 @@ class CacheStore:
         return record
 
     def found(self, gpu: str, environment: Document, problem: Document) -> Path | None:
-        """The file that `load` would answer from, or that a held record was written to."""
+        """Return the file that `load` would answer from, or that a held record was written to."""
         return self._locate(gpu, environment, problem)[1]
 
     def _locate(
         self, gpu: str, environment: Document, problem: Document
     ) -> tuple[TuningRecord | None, Path | None]:
-        """The problem's record, and its file if it has one.
+        """Return the problem's record, and its file if it has one.
 
         Takes no lock. A file that is damaged, of a foreign schema or about another problem is
         skipped with a `CacheWarning`.
@@ -191,11 +191,11 @@ class CacheStore:
     def summary(
         self, gpu: str, environment: Document, record: TuningRecord
     ) -> Summary[TuningRecord]:
-        """The summary of a record that was saved or held, as in `summaries`."""
+        """Return the summary of a record that was saved or held, as in `summaries`."""
         return Summary(self.path(gpu, environment, record.problem), self.root, environment, record)
 
     def read(self, path: Path) -> TuningRecord | None:
-        """The record of a summary's path; None if its file is gone, or damaged, with a
+        """Return the record of a summary's path; None if its file is gone, or damaged, with a
         `CacheWarning`."""
         kept = self._kept(path)
         return kept.record if kept is not None else read_record(path, warn_of)
@@ -223,11 +223,11 @@ class CacheStore:
             yield from (each for each in walk(root) if each.path not in kept)
 
     def _kept(self, path: Path) -> Summary[TuningRecord] | None:
-        """The record that this process keeps in memory for a path."""
+        """Return the record that this process keeps in memory for a path."""
         return self._held.get(path) or self._unwritten.get(path)
 
     def _all_kept(self) -> dict[Path, Summary[TuningRecord]]:
-        """The records that this process keeps in memory, by path."""
+        """Return the records that this process keeps in memory, by path."""
         return dict(sorted((self._unwritten | self._held).items()))
 
     @contextlib.contextmanager
@@ -311,7 +311,7 @@ class CacheStore:
         return record, self.lock_path
 
     def _locked_file(self) -> Transport | None:
-        """The lock file that alone answers; None, with a warning, if there is none."""
+        """Return the lock file that alone answers; None, with a warning, if there is none."""
         if self._lock_file is None:
             from tmm_cache.transport import Transport  # not needed for replay
 

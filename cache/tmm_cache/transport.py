@@ -94,7 +94,7 @@ class Transport:
             yield key, environment, self._checked(key, document)
 
     def record(self, key: Key) -> TuningRecord | Fault | None:
-        """The record of a problem, checked; None if there is none."""
+        """Return the record of a problem, checked; None if there is none."""
         return self._checked(key, self._items[key][1]) if key in self._items else None
 
     def _checked(self, key: Key, document: dict[str, Any]) -> TuningRecord | Fault:
@@ -105,7 +105,7 @@ class Transport:
 
 
 def _unpacked(data: bytes) -> bytes:
-    """The uncompressed bytes. Raises ValueError if they are torn or exceed `MAX_BYTES`."""
+    """Return the uncompressed bytes. Raises ValueError if they are torn or exceed `MAX_BYTES`."""
     if not data.startswith(b"\x1f\x8b"):
         return data
     try:
@@ -131,7 +131,7 @@ class _Document(Struct):
 
 
 def _items(data: bytes) -> Iterator[tuple[Key, tuple[Document, dict[str, Any]]]]:
-    """The key, environment and document of each record; only the key is checked."""
+    """Yield the key, environment and document of each record; only the key is checked."""
     document: _Document = decoded(unsealed(data, required=True), _Document)
     for place, item in enumerate(document.records):
         if len(canonical(item.environment)) > MAX_ENVIRONMENT_BYTES:

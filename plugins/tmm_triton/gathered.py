@@ -137,7 +137,7 @@ class GatheredMixedInput(_Copied[MixedInputConfig]):
 
 
 def gathered(problem: Problem) -> Problem:
-    """The problem of the inner kernel: its ``a`` is the copy, and needs no index."""
+    """Return the problem of the inner kernel: its ``a`` is the copy, and needs no index."""
     assert problem.groups is not None
     copy = Operand(problem.a.dtype, "row", True, problem.m * problem.k > _INT32_MAX)
     return replace(problem, a=copy, groups=replace(problem.groups, a_index=None))

@@ -444,7 +444,7 @@ class MixedInput(Built[MixedInputConfig]):
         return sorted(tried, key=lambda c: self.estimate_us(problem, c))
 
     def _fitting(self, problem: Problem, m: int) -> Iterator[MixedInputConfig]:
-        """The configs with tiles of ``m`` rows, and as many stages as fit."""
+        """Yield the configs with tiles of ``m`` rows, and as many stages as fit."""
         for k, consumers, share, rows in _SHAPES[m] if SEARCH_LIMITED.get() else _every_shape():
             if problem.batch_invariant:
                 if share > 1 or m > 128:
@@ -560,7 +560,7 @@ def _rows_per_group(problem: Problem) -> tuple[int, int]:
 
 
 def _work_units(problem: Problem, config: MixedInputConfig) -> int:
-    """The number of units of work, if all groups have the same size."""
+    """Return the number of units of work, if all groups have the same size."""
     rows, count = _rows_per_group(problem)
     tile_rows = count * -(-rows // config.BLOCK_M)
     return tile_rows * -(-problem.n // config.BLOCK_N) * config.splits

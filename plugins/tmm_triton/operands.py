@@ -143,7 +143,7 @@ class Build:
     grid: tuple[int, int, int] = (1, 1, 1)
 
     def step(self, device: str) -> Step:
-        """The launch, compiled for the current device of that type."""
+        """Return the launch, compiled for the current device of that type."""
         values = {
             name: Counters(value.count) if isinstance(value, Zeros) else value
             for name, value in self.values.items()
@@ -217,12 +217,12 @@ def build(
 
 
 def kind(operand: Operand) -> str | None:
-    """The kind of an operand's scale."""
+    """Return the kind of an operand's scale."""
     return None if operand.scale is None else operand.scale.kind
 
 
 def parts(problem: Problem) -> Typed:
-    """The pointers to scales."""
+    """Return the pointers to scales."""
     return {
         f"{name}_scale_ptr": (pointer(operand.scale.dtype), f"{name}_scale")
         for name, operand in (("a", problem.a), ("b", problem.b))

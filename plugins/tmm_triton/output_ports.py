@@ -131,7 +131,7 @@ class Ports:
         return self.problem.epilogue.outputs
 
     def constants(self) -> dict[str, Any]:
-        """The tile kernel's constants."""
+        """Return the tile kernel's constants."""
         found: dict[str, Any] = {}
         for i, port in enumerate(self.given):
             found |= {
@@ -144,7 +144,7 @@ class Ports:
         return found
 
     def arguments(self) -> Typed:
-        """The tile kernel's run-time arguments: an output, or an offset in the workspace."""
+        """Return the tile kernel's run-time arguments: an output, or an offset in the workspace."""
         own: Typed = {}
         places = self._places()
         for i, port in enumerate(self.given):
@@ -155,11 +155,11 @@ class Ports:
         return own
 
     def workspace(self) -> int:
-        """The number of fp32 elements that the parts take in the workspace."""
+        """Return the number of fp32 elements that the parts take in the workspace."""
         return self._places()[-1] - self.after
 
     def builds(self) -> list[Build]:
-        """The compilations of the reducing kernel, one for each reduced output."""
+        """Return the compilations of the reducing kernel, one for each reduced output."""
         places = self._places()
         return [self._build(i, places[i]) for i, port in enumerate(self.given) if port.reduce]
 
@@ -173,7 +173,7 @@ class Ports:
         }.get(port.kind, (0, 0))  # tiles and groups are stored whole
 
     def _places(self) -> list[int]:
-        """The offset of each output's parts in the workspace, and the end of the last."""
+        """Return the offset of each output's parts in the workspace, and the end of the last."""
         sizes = [math.prod(self._extent(port)) for port in self.given]
         return list(itertools.accumulate(sizes, initial=self.after))
 

@@ -89,7 +89,7 @@ def reduce_kernel(
 
 
 def reduction(problem: Problem, splits: int, apart: int) -> Build:
-    """The reducing kernel of ``splits`` parts in the workspace, ``apart`` elements apart."""
+    """Return the reducing kernel of ``splits`` parts in the workspace, ``apart`` elements apart."""
     overlap = hopper_or_later(problem)
     m, n, ahead = _tile(problem, splits)
     constants = {

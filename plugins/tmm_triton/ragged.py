@@ -357,7 +357,7 @@ def _spills(problem: Problem, config: RaggedConfig) -> bool:
 
 
 def grid(problem: Problem, config: TileConfig) -> tuple[int, int, int]:
-    """The maximum number of tiles over all possible group sizes."""
+    """Return the maximum number of tiles over all possible group sizes."""
     groups = problem.groups
     assert groups is not None
     high, wide = -(-problem.m // config.BLOCK_M), -(-problem.n // config.BLOCK_N)
@@ -374,7 +374,7 @@ _INSIDE = {"m": {"a": "col"}, "n": {"b": "row"}, "k": {"a": "row", "b": "col"}}
 
 
 def loosened(problem: Problem) -> Problem:
-    """The problem in which an operand counts as unaligned if its groups start inside rows of
+    """Return the problem in which an operand counts as unaligned if its groups start inside rows of
     memory: it is loaded like unaligned rows."""
     if problem.groups is None:
         return problem
@@ -387,7 +387,7 @@ def loosened(problem: Problem) -> Problem:
 
 
 def each(problem: Problem, times: int = 1) -> Problem:
-    """A batch of equal products, ``times`` as large along the ragged dimension as the mean
+    """Return a batch of equal products, ``times`` as large along the ragged dimension as the mean
     group."""
     groups = problem.groups
     assert groups is not None

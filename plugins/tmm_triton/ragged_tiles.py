@@ -22,7 +22,7 @@ Kinds = dict[str, str]
 
 
 def kinds(ragged: str | None, batched: bool) -> Kinds:
-    """The kind of each matrix's tensor map."""
+    """Return the kind of each matrix's tensor map."""
     if ragged is None:
         a = b = result = "stack" if batched else "matrix"
     elif ragged == "m":

@@ -126,12 +126,12 @@ def realign_kernel(
 
 @functools.cache
 def inner_kernels() -> dict[str, Kernel[Any]]:
-    """The inner kernels by name; one that cannot be imported declines every problem."""
+    """Return the inner kernels by name; one that cannot be imported declines every problem."""
     return {name: load(name) for name in _INNER}
 
 
 def _inner(name: object) -> Kernel[Any]:
-    """The inner kernel of that name. Raises ConfigError if there is none."""
+    """Return the inner kernel of that name. Raises ConfigError if there is none."""
     names = list(inner_kernels())
     if name not in names:
         raise ConfigError(f"inner must be one of {names}, got {name!r}")
@@ -245,7 +245,7 @@ class Realigned(Built[RealignedConfig]):
 
 
 def _overlapping(config: Config) -> Config:
-    """The inner config with a launch that overlaps the end of the copy, if it can."""
+    """Return the inner config with a launch that overlaps the end of the copy, if it can."""
     if isinstance(config, WarpSpecializedConfig) and not config.early:
         return replace(config, early="wait")
     return config
@@ -264,7 +264,7 @@ class Misaligned:
 
     @classmethod
     def of(cls, problem: Problem) -> list[Misaligned]:
-        """The misaligned operands of ``problem``, one or two."""
+        """Return the misaligned operands of ``problem``, one or two."""
         operands = (problem.a, problem.a_shape[-2:]), (problem.b, problem.b_shape[-2:])
         return [
             cls(place, operand, *(shape[::-1] if operand.layout == "col" else shape))
@@ -317,7 +317,7 @@ def _copied_bytes(problem: Problem) -> int:
 
 
 def copy_build(problem: Problem) -> Build:
-    """The compilation of the copy, whose arguments :func:`bind_copy` passes."""
+    """Return the compilation of the copy, whose arguments :func:`bind_copy` passes."""
     types: dict[str, str] = {}
     constants: dict[str, Any] = {
         "PACK": VECTOR // problem.a.dtype.itemsize,
@@ -352,7 +352,7 @@ def copy_build(problem: Problem) -> Build:
 def bind_copy(
     problem: Problem,
 ) -> Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
-    """A function from a and b to aligned a and b; one operand may be unchanged.
+    """Return a function from a and b to aligned a and b; one operand may be unchanged.
 
     A call allocates both copies at once. torch reuses this memory in stream order; in a CUDA graph
     it is in the graph's pool.

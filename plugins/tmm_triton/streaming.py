@@ -425,7 +425,7 @@ class StreamingConfig(TileConfig, Overlapping):
 
 
 def _row_scale(problem: Problem) -> dict[str, int]:
-    """The strides of scales for whole rows, which are in memory one after another."""
+    """Return the strides of scales for whole rows, which are in memory one after another."""
     if problem.b.grid:
         return {}
     row = int(problem.b.scale is not None and problem.b.scale.kind == "row")

@@ -24,7 +24,7 @@ _THREADS, _BLOCKS, _RESERVED = 2048, 32, 1024
 def of_tiles(
     problem: Problem, config: TileConfig, *, reach: float, splits: int, at_once: int = 0
 ) -> Anatomy:
-    """The anatomy of a kernel with one tile per program.
+    """Return the anatomy of a kernel with one tile per program.
 
     Args:
         reach: As :attr:`tmm_triton.triton_kernel.TritonKernel.reach`.

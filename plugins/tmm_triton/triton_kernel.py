@@ -161,13 +161,13 @@ class TritonKernel(Built[C]):
         return Kernel.arithmetic(self, problem, config)
 
     def splits(self, config: C) -> int:
-        """The number of ranges into which the sum over K is split."""
+        """Return the number of ranges into which the sum over K is split."""
         return 1
 
     def every(
         self, problem: Problem, shapes: Sequence[tuple[int, ...]], **values: Iterable[Any]
     ) -> list[C]:
-        """The configs with each tile that :func:`proposed` makes from ``shapes`` and each
+        """Return the configs with each tile that :func:`proposed` makes from ``shapes`` and each
         combination of ``values`` for the other fields, the first field slowest. A tile is finished
         in parts only if it fills the registers."""
         config_type: Any = self.config_type
@@ -228,7 +228,7 @@ def unsteppable(problem: Problem) -> Iterator[str]:
 
 
 def step_limit(problem: Problem) -> int:
-    """The longest step along K: it lies inside one group of each operand."""
+    """Return the longest step along K: it lies inside one group of each operand."""
     groups = [operand.block[1] for operand in (problem.a, problem.b) if operand.grid]
     return min(groups, default=512)
 

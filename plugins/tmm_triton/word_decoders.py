@@ -19,7 +19,7 @@ PAIRS = (*PER_WORD, "mxfp4", "mxfp8")
 
 
 def offset(form: str, value: torch.dtype, zero: torch.dtype) -> int:
-    """The number that is subtracted together with a zero point of dtype ``zero`` after
+    """Return the number that is subtracted together with a zero point of dtype ``zero`` after
     :func:`program`'s decoding. An integer zero point is subtracted together with the offset
     that an int4 number has in the mantissa of a float. A fractional one is subtracted afterwards,
     because the mantissa has no bits for it."""

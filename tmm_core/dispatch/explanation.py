@@ -107,7 +107,7 @@ class Explanation:
         return f"<Explanation {self.problem}: {self.choice.candidate}, {self.origin}>"
 
     def text(self, width: int = console.PIPED) -> str:
-        """The text of ``str()``, in lines of at most ``width`` columns."""
+        """Return the text of ``str()``, in lines of at most ``width`` columns."""
         lines = []
         for name, text in self._facts():
             lines += console.paragraph(f"{name:<10}{text}", width, hanging=10)

@@ -75,7 +75,7 @@ class Lookup:
         return None
 
     def record_of(self, key: Problem) -> TuningRecord | None:
-        """The record measured for exactly this problem."""
+        """Return the record measured for exactly this problem."""
         return self.store.load(key.device.gpu, key.device.environment, key.to_json())
 
     def best(
@@ -95,7 +95,7 @@ class Lookup:
         problem: Problem,
         any_version: bool = False,
     ) -> Candidate | None:
-        """The candidate of a record's result, if it may serve ``problem``."""
+        """Return the candidate of a record's result, if it may serve ``problem``."""
         for kernel in able:
             if kernel.name == result.kernel and (any_version or kernel.version == result.version):
                 try:
@@ -177,7 +177,7 @@ class Lookup:
         resume: bool = False,
         called: Problem | None = None,
     ) -> list[Kernel[Any]]:
-        """The kernels that a tuning of ``key`` would time.
+        """Return the kernels that a tuning of ``key`` would time.
 
         Args:
             resume: Include kernels that a call does not try again.

@@ -90,13 +90,13 @@ def added(graph: torch.fx.Graph, target: Any, arguments: tuple[Any, ...]) -> Nod
 
 
 def _source(weight: Node) -> Node:
-    """The stored parameter of a weight, which is the parameter or its transpose."""
+    """Return the stored parameter of a weight, which is the parameter or its transpose."""
     source: Node = weight.args[0] if weight.target in TURNS else weight  # type: ignore[assignment]
     return source
 
 
 def _joined(graph: torch.fx.Graph, weights: list[Node]) -> Node:
-    """The columns of two weights side by side, in the memory layout of the weights."""
+    """Return the columns of two weights side by side, in the memory layout of the weights."""
     if any(weight is _source(weight) for weight in weights):
         return added(graph, aten.cat.default, (weights, 1))
     rows = added(graph, aten.cat.default, ([_source(weight) for weight in weights],))

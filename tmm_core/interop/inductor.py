@@ -257,7 +257,7 @@ def pays(tail: Tail, terms: Any) -> bool:
 
 
 def _choice(problem: Problem) -> Choice:
-    """The choice for a problem, without tuning."""
+    """Return the choice for a problem, without tuning."""
     current = settings.changed(settings.current(), on_cache_miss="heuristic")
     return dispatch.default_dispatcher().choose(problem, current)
 

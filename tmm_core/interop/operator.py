@@ -12,7 +12,7 @@ from tmm_core.spec.arguments import Arguments
 
 
 def empty(call: Arguments, shape: torch.Size) -> torch.Tensor:
-    """An uninitialised result of this shape."""
+    """Return an uninitialised result of this shape."""
     return call.a.new_empty(shape, dtype=result_dtype(call))
 
 

@@ -48,7 +48,7 @@ _IS_OWN = tuple(role.name in OWN for role in _ROLES)
 
 @functools.cache
 def _streams(device: torch.device, thread: int) -> list[torch.cuda.Stream]:
-    """The further streams of a thread. Threads share none: a capture takes its streams."""
+    """Return the further streams of a thread. Threads share none: a capture takes its streams."""
     return [torch.cuda.Stream(device) for _ in range(_STREAMS)]
 
 
@@ -61,7 +61,7 @@ def arguments(calls: list[Arguments]) -> tuple[Any, ...]:
 
 
 def _calls(given: tuple[Any, ...]) -> list[tuple[Any, ...]]:
-    """The inverse of :func:`arguments`, without ``out``."""
+    """Return the inverse of :func:`arguments`, without ``out``."""
     count = len(given[1])  # of b
     each = [value if own else (value,) * count for own, value in zip(_IS_OWN, given, strict=True)]
     return list(zip(*each, strict=True))
@@ -158,7 +158,7 @@ def join(graph: torch.fx.Graph, products: list[Product]) -> None:
 
 
 def _call_of(node: Node) -> Arguments | None:
-    """The call that computes a node's product; None if tmm has no such call."""
+    """Return the call that computes a node's product; None if tmm has no such call."""
     if node.target is operator.matmul:
         return Arguments(*node.args, **node.kwargs)  # type: ignore[arg-type]  # nodes stand for tensors
     terms = terms_of(node) if is_product(node, MATRIX_PRODUCTS) else None
@@ -177,7 +177,7 @@ def _is_member(node: Node, call: Any) -> bool:
 
 
 def _own(call: Arguments) -> list[Node]:
-    """The tensors that a product does not share."""
+    """Return the tensors that a product does not share."""
     return [node for name in OWN if isinstance(node := getattr(call, name), Node)]
 
 

@@ -136,7 +136,7 @@ def keep(table: dict[tuple[Any, ...], Any], key: tuple[Any, ...], plan: Any, bef
 
 
 def epilogue_of(text: str) -> Epilogue:
-    """The epilogue named by an operator's argument.
+    """Return the epilogue named by an operator's argument.
 
     Raises:
         UnknownNameError, ValueError: See :func:`tmm_core.epilogues.parse`.

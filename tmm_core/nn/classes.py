@@ -87,7 +87,7 @@ class ProductLayer(nn.Module):
         return cls._library.forward is not cls._theirs
 
     def _by_library(self, x: Any) -> Any:
-        """The result of the forward that the library's class has now."""
+        """Return the result of the forward that the library's class has now."""
         y = self._library.forward(self, x)
         return warm.epilogue_of(self._text).apply(y) if self._text else y
 
@@ -99,7 +99,7 @@ class ProductLayer(nn.Module):
 
     @classmethod
     def swapped(cls, kind: type[nn.Module]) -> Any:
-        """The subclass of a library's class ``kind`` with this product."""
+        """Return the subclass of a library's class ``kind`` with this product."""
         facts = {"_library": kind, "_theirs": kind.forward}
         made = subclass(kind, cls, kind.forward, (cls.swapped, kind), **facts)
         made.computes_product = made
@@ -122,5 +122,5 @@ def loaded(module: str, name: str) -> Any:
 
 
 def own(kind: type[nn.Module]) -> type[nn.Module]:
-    """The class that a made subclass replaces; ``kind`` itself if it was not made here."""
+    """Return the class that a made subclass replaces; ``kind`` itself if it was not made here."""
     return getattr(kind, "_tmm_kind", kind)

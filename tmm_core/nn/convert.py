@@ -371,7 +371,7 @@ def _replace_rounded(
 
 
 def _grouped(kind: Any) -> Any:
-    """The class of an expert layer of Transformers with grouped products."""
+    """Return the class of an expert layer of Transformers with grouped products."""
     base, theirs = experts.TransformersExperts, kind.forward
 
     @functools.wraps(theirs)

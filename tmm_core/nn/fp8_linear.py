@@ -36,7 +36,7 @@ def unfit(layer: Any) -> str | None:
 
 
 def operand(layer: Any) -> Quantized:
-    """The weight of ``layer`` and its scales, in the same memory if the scales are fp32.
+    """Return the weight of ``layer`` and its scales, in the same memory if the scales are fp32.
 
     Raises:
         ValueError: The format has no such scales.

@@ -93,7 +93,7 @@ def _forward(assumed: Assumed, fused: Any, symbols: bool = False) -> Any:
 
 
 def programmed(assumed: Assumed, graphs: tuple[fx.Graph, fx.Graph]) -> Any:
-    """The class of modules that run one of these graphs, in training or in evaluation."""
+    """Return the class of modules that run one of these graphs, in training or in evaluation."""
     sources = [graph.python_code("self") for graph in graphs]
     in_training, in_evaluation = map(_compiled, sources)
 

@@ -53,13 +53,13 @@ class Gating:
 
 
 def product(layer: Any, x: torch.Tensor, epilogue: str) -> torch.Tensor:
-    """The product of a child, finished by ``epilogue``, as programs call it."""
+    """Return the product of a child, finished by ``epilogue``, as programs call it."""
     found: torch.Tensor = layer.product(x, epilogue)
     return found
 
 
 def program(traced: Trace, layers: set[str], known: Mapping[str, Activation]) -> Program:
-    """The program of a module's forward. ``layers`` are the children that compute a
+    """Return the program of a module's forward. ``layers`` are the children that compute a
     :func:`product` with an empty epilogue, and ``known`` those that are activations."""
     training, evaluation = (_Rewriting(graph, layers, known) for graph in traced.graphs)
     if set(training.fusions) != set(evaluation.fusions):
@@ -141,7 +141,7 @@ class _Rewriting:
 
 
 def _unused(last: fx.Node, source: fx.Node) -> list[fx.Node]:
-    """The nodes from ``source`` to ``last``, users first."""
+    """Return the nodes from ``source`` to ``last``, users first."""
     nodes, found, waiting = list(last.graph.nodes), {last}, [last]
     while waiting:
         for node in waiting.pop().all_input_nodes:
@@ -226,7 +226,7 @@ def _called(node: Any) -> fx.Node:
 
 
 def _argument(node: fx.Node) -> fx.Node:
-    """The node that ``node`` takes; for a call of a child, its only argument."""
+    """Return the node that ``node`` takes; for a call of a child, its only argument."""
     args = (*node.args, *node.kwargs.values())
     if not args or not isinstance(args[0], fx.Node):
         raise NotProvenError("its forward calls a child with something other than a tensor")

@@ -116,7 +116,7 @@ class Linear(ProductLayer, nn.Linear):
         return nn.Linear.forward is not _TORCHS and replaced(nn.Linear)
 
     def _by_type(self, *call: Any) -> torch.Tensor:
-        """The product with a weight of another library's type."""
+        """Return the product with a weight of another library's type."""
         from tmm_core.nn import stored_weights  # imports what few models need
 
         return self._run(stored_weights.product, *call)  # type: ignore[no-any-return]

@@ -95,7 +95,7 @@ def _read(layer: Any) -> tuple[Quantized, Tensor | None]:
 
 
 def _version(layer: Any) -> int:
-    """The version of a GPTQ layer's zero points: version 1 stores z − 1."""
+    """Return the version of a GPTQ layer's zero points: version 1 stores z − 1."""
     version = getattr(layer, "qzero_format", None)
     return int(version()) if callable(version) else 1
 

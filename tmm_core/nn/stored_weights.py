@@ -44,7 +44,7 @@ def quantised(weight: Tensor, format: str) -> Quantized:
 
 
 def read(weight: Any) -> Quantized | None:
-    """The operand of another library's weight, in the same memory; None if there is none."""
+    """Return the operand of another library's weight, in the same memory; None if there is none."""
     found = foreign.read(weight)
     return None if found is weight else found
 
@@ -74,7 +74,7 @@ def rounded_rows(x: Tensor, weight: Quantized) -> Tensor:
 
 
 def in_fp32(scale: Tensor) -> Tensor:
-    """The scales of a parameter in fp32, without a gradient.
+    """Return the scales of a parameter in fp32, without a gradient.
 
     They are converted at each call: a write through ``scale.data`` changes neither the parameter's
     version nor its address.

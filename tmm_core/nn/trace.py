@@ -62,7 +62,7 @@ class Trace:
 
 
 def trace(module: nn.Module) -> Trace:
-    """The trace of ``module.forward``, called with one tensor.
+    """Return the trace of ``module.forward``, called with one tensor.
 
     Raises:
         NotProvenError: The forward cannot be traced, or may do more than its trace shows.
@@ -136,7 +136,7 @@ class _Child(nn.Module):
 
 
 def graph_of(function: Callable[[Any], Any]) -> fx.Graph:
-    """The graph of a function that calls no module.
+    """Return the graph of a function that calls no module.
 
     Torch's way to trace replaces ``nn.Module.__call__`` meanwhile, also for other threads. Some
     functions are looked at while models run.
@@ -150,7 +150,7 @@ def graph_of(function: Callable[[Any], Any]) -> fx.Graph:
 
 
 def _traced(module: Any) -> fx.Graph:
-    """The graph of a forward, in which the module's children are opaque."""
+    """Return the graph of a forward, in which the module's children are opaque."""
     if not any(module.__dict__[name] for name in _MEMBERS):
         return graph_of(module.forward)
     tracer: Any = fx.Tracer()

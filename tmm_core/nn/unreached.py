@@ -45,7 +45,7 @@ def out_of_reach(module: nn.Module) -> str | None:
 
 
 def products(module: nn.Module) -> str | None:
-    """The products that a forward computes without a layer; None if there are none."""
+    """Return the products that a forward computes without a layer; None if there are none."""
     if type(module).__module__.startswith("torch."):
         return None
     found: dict[str, str] = {}
@@ -62,7 +62,7 @@ def products(module: nn.Module) -> str | None:
 
 
 def activations(module: nn.Module) -> list[str]:
-    """The functions of torch that the forward of ``module`` may apply to products."""
+    """Return the functions of torch that the forward of ``module`` may apply to products."""
     return sorted({name for _, name in _names(module)} & _ACTIVATIONS)
 
 

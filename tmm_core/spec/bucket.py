@@ -71,5 +71,5 @@ def inside(problem: Problem) -> tuple[int, ...]:
 
 
 def _step(m: int) -> int:
-    """The width of the bucket of ``m`` beyond 64."""
+    """Return the width of the bucket of ``m`` beyond 64."""
     return 1 << ((m - 1).bit_length() - 3)

@@ -140,7 +140,7 @@ def _package(module: str) -> str:
 
 
 def _file(module: str) -> str | None:
-    """The file of a module, or the archive that it is in."""
+    """Return the file of a module, or the archive that it is in."""
     path = getattr(sys.modules.get(module), "__file__", None)
     if type(path) is not str:
         return None
@@ -162,7 +162,7 @@ def _files(module: str) -> list[tuple[str, str]]:
 
 
 def _walk(folder: str) -> Iterator[str]:
-    """The files below a folder, also below links to folders; each folder once."""
+    """Yield the files below a folder, also below links to folders; each folder once."""
     seen = set()
     for place, folders, names in os.walk(folder, followlinks=True):
         seen.add(os.path.realpath(place))

@@ -93,7 +93,7 @@ def triton_version() -> str:
 
 
 def _cublas_version() -> str:
-    """The cuBLAS wheel's version, or torch's CUDA version for a system cuBLAS."""
+    """Return the cuBLAS wheel's version, or torch's CUDA version for a system cuBLAS."""
     for distribution in ("nvidia-cublas", "nvidia-cublas-cu13", "nvidia-cublas-cu12"):
         if version := version_of(distribution):
             return version
@@ -102,7 +102,7 @@ def _cublas_version() -> str:
 
 @functools.cache
 def fingerprint(device: torch.device) -> DeviceFingerprint:
-    """The fingerprint of ``device`` (one with an index, or a CPU); cached per device."""
+    """Return the fingerprint of ``device`` (one with an index, or a CPU); cached per device."""
     triton = triton_version()
     interpreted = interpreting() and importlib.util.find_spec("triton") is not None
     if device.type != "cuda":

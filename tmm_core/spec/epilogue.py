@@ -190,7 +190,7 @@ class Epilogue:
         return [repr(self._fields), *texts] if len(texts) == len(self._functions) else None
 
     def _identity(self) -> Hashable:
-        """The epilogue's identity in this process, with the present variables."""
+        """Return the epilogue's identity in this process, with the present variables."""
         if self.stages:
             return tuple(stage._identity() for stage in self.stages)
         return self._fields, tuple(map(identity, self._functions))

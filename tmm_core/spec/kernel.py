@@ -59,7 +59,7 @@ class Config(_AsRead):
         return ()
 
     def unmet_promises(self, problem: Problem) -> list[str]:
-        """The promises in :attr:`assumes` that the caller of ``problem`` has not made."""
+        """Return the promises in :attr:`assumes` that the caller of ``problem`` has not made."""
         return [name for name in self.assumes if getattr(problem, name, False) is not True]
 
     def to_json(self) -> dict[str, Any]:

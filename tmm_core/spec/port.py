@@ -89,14 +89,14 @@ class Port:
         return self.of is None or self.device is not None
 
     def shape(self, result: Sequence[int]) -> tuple[int, ...]:
-        """The output's shape for a result ``[..., M, N]``."""
+        """Return the output's shape for a result ``[..., M, N]``."""
         shapes = {"scalar": (), "row": result[:-1], "col": result[-1:], "tile": result}
         if self.kind == "group":
             return (*result[:-1], -(-result[-1] // self.group))
         return tuple(shapes[self.kind])
 
     def placed(self, elements: Tensor, result: Sequence[int]) -> Tensor:
-        """A vector of as many elements as the output for a result ``[..., M, N]``, as that
+        """Return a vector of as many elements as the output for a result ``[..., M, N]``, as that
         output."""
         shape = self.shape(result)
         if self.kind != "group":
@@ -107,7 +107,7 @@ class Port:
 
     @of_the_call
     def terms(self, y: Tensor) -> Tensor:
-        """The elements to be reduced or stored, in fp32, or in fp64 if ``y`` is."""
+        """Return the elements to be reduced or stored, in fp32, or in fp64 if ``y`` is."""
         wide = y.to(torch.promote_types(y.dtype, torch.float32))
         if self.of is None or not self.group:
             return wide if self.of is None else self.of(wide)
@@ -131,7 +131,7 @@ class Port:
         return terms.amax(along)
 
     def apply(self, y: Tensor) -> Tensor:
-        """The auxiliary output of the result ``y``, by torch's operators."""
+        """Return the auxiliary output of the result ``y``, by torch's operators."""
         return self.reduced(self.terms(y)).to(self.dtype)
 
     def __str__(self) -> str:

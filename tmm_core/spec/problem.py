@@ -175,7 +175,7 @@ class Problem:
         return torch.empty(self.out_shape, device="meta").stride()
 
     def empty_out(self, device: torch.device | str) -> torch.Tensor:
-        """An uninitialised result, as a launcher allocates it."""
+        """Return an uninitialised result, as a launcher allocates it."""
         return torch.empty_strided(
             self.out_shape, self.out_strides, dtype=self.out.dtype, device=device
         )
@@ -253,7 +253,7 @@ class Problem:
         return sum(self.sizes.values())
 
     def to_json(self) -> dict[str, Any]:
-        """The record's readable key: everything that affects speed, except device and
+        """Return the record's readable key: everything that affects speed, except device and
         requirements."""
         return {
             "m": self.m,

@@ -216,7 +216,7 @@ def _numbers(supports: Supports, problem: Problem) -> Iterator[str]:
 
 
 def _formats(supports: Supports, problem: Problem) -> Iterator[str]:
-    """The formats of both operands."""
+    """Yield the formats of both operands."""
     of_a, of_b = problem.forms
     a, b = problem.a.dtype, problem.b.dtype
     if of_a is not None and of_a is of_b:

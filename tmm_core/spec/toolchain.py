@@ -47,7 +47,7 @@ _DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def fingerprint() -> str:
-    """A digest of :func:`toolchain`."""
+    """Return a digest of :func:`toolchain`."""
     text = json.dumps(toolchain(), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 

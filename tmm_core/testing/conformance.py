@@ -303,7 +303,7 @@ class KernelConformance(RaggedProblems):
             pytest.skip("no two configs share an arithmetic")
 
     def _invariant_configs(self, problem: Problem) -> list[Config]:
-        """The configs to try that may serve batch-invariant mode."""
+        """Return the configs to try that may serve batch-invariant mode."""
         configs = self._configs(problem)
         return [c for c in configs if self.kernel.arithmetic(problem, c) is not None]
 
@@ -492,13 +492,13 @@ class KernelConformance(RaggedProblems):
         pytest.fail(text, pytrace=False)
 
     def _served(self, probes: Iterable[Problem]) -> list[Problem]:
-        """The probes that the kernel does not decline; skips the test if there is none."""
+        """Return the probes that the kernel does not decline; skips the test if there is none."""
         against = {probe: self.kernel.reasons_against(probe) for probe in probes}
         served = [probe for probe, reasons in against.items() if not reasons]
         return served or pytest.skip("; ".join(list(against.values())[-1]))
 
     def _configs(self, problem: Problem) -> list[Config]:
-        """The default config, and :attr:`max_configs` of the search space."""
+        """Return the default config, and :attr:`max_configs` of the search space."""
         configs = list(self.kernel.configs(problem))
         limit = self.max_configs or (64 if problem.device.type == "cuda" else 8)
         step = max(1, -(-len(configs) // limit))

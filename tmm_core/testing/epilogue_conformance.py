@@ -184,13 +184,13 @@ class EpilogueConformance(Suite):
     # -- machinery ---------------------------------------------------------------------
 
     def _variants(self) -> Iterator[Epilogue]:
-        """The epilogue with its default parameters, then with others."""
+        """Yield the epilogue with its default parameters, then with others."""
         yield self.epilogue
         if self.epilogue.parameters:
             yield self.epilogue.with_parameters(*(1.25 * p + 0.5 for p in self.epilogue.parameters))
 
     def _z(self) -> Tensor:
-        """The points; if gated, all pairs of them, the gate first."""
+        """Return the points; if gated, all pairs of them, the gate first."""
         points = torch.tensor(self.points, dtype=torch.float64, device="cpu")
         rows = points[:, None].expand(-1, len(points))
         if self.epilogue.interleaved:
@@ -198,7 +198,7 @@ class EpilogueConformance(Suite):
         return torch.cat([rows, rows.T], -1) if self.epilogue.gated else rows.contiguous()
 
     def _gradients(self, epilogue: Epilogue) -> tuple[Tensor, ...]:
-        """The reference's derivatives by torch, with respect to each argument."""
+        """Return the reference's derivatives by torch, with respect to each argument."""
         halves = [half.detach().requires_grad_() for half in self.epilogue.inputs(self._z())]
         y = epilogue.reference(*halves, *epilogue.parameters)
         return torch.autograd.grad(y.sum(), halves)

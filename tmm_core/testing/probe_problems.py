@@ -67,7 +67,7 @@ def laid(operand: Operand, layout: str) -> Operand:
 
 
 def contiguous(problem: Problem) -> Problem:
-    """The problem with contiguous matrices, which are aligned if their sizes are."""
+    """Return the problem with contiguous matrices, which are aligned if their sizes are."""
 
     def packed(name: str) -> Operand | None:
         operand: Operand | None = getattr(problem, name)
@@ -85,7 +85,7 @@ def contiguous(problem: Problem) -> Problem:
 
 
 def problem_id(problem: Problem | None) -> str:
-    """The test ID of a problem: its text, and special properties of its operands."""
+    """Return the test ID of a problem: its text, and special properties of its operands."""
     if problem is None:
         return "none"
     operands = {"a": problem.a, "b": problem.b, "out": problem.out, "residual": problem.residual}
@@ -106,12 +106,12 @@ def scales_of(form: Format) -> list[Scale]:
 
 
 def usual_scale(form: Format) -> Scale:
-    """The scale of a format's weights: by row, or else its first."""
+    """Return the scale of a format's weights: by row, or else its first."""
     return Scale(ROW if ROW in form.grids else form.grids[0], form.scale_dtypes[0])
 
 
 def whole_k(problem: Problem) -> Problem:
-    """The problem with K rounded up to whole groups and stored elements."""
+    """Return the problem with K rounded up to whole groups and stored elements."""
     a, b = problem.a, problem.b
     unit = math.lcm(a.pack, b.pack, max(1, a.block[1]), max(1, b.block[1]))
     return replace(problem, k=-(-problem.k // unit) * unit)
@@ -425,7 +425,7 @@ class ProbeProblems(Suite):
     def _probe(
         cls, size: tuple[int, int, int] | None = None, dtype: torch.dtype | None = None
     ) -> Problem:
-        """The product of contiguous matrices."""
+        """Return the product of contiguous matrices."""
         m, n, k = size or cls._size()
         operand = Operand(dtype or cls.dtypes[0])
         device = fingerprint(cls._device())

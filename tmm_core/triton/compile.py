@@ -55,7 +55,7 @@ def source(
     constants: Mapping[str, Any],
     divisible: Mapping[str, int] | None = None,
 ) -> ASTSource:
-    """The source to compile: ``fn`` with every argument either typed or constant.
+    """Return the source to compile: ``fn`` with every argument either typed or constant.
 
     Args:
         fn: A ``@triton.jit`` (or Gluon) function.

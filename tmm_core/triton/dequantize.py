@@ -123,7 +123,7 @@ class Dequantize:
 def arguments(
     operand: Operand, k: int, dtype: torch.dtype, scaled: bool, zeros: bool
 ) -> dict[str, Any]:
-    """The types, constants, divisibility and options of the kernel.
+    """Return the types, constants, divisibility and options of the kernel.
 
     Raises:
         ValueError: As for :class:`Dequantize`.

@@ -49,7 +49,7 @@ def device_function(epilogue: Epilogue) -> Any:
 
 @functools.lru_cache(maxsize=1024)
 def device_derivative(epilogue: Epilogue) -> Any:
-    """The ``@triton.jit`` derivative of ``epilogue``: with the signature of
+    """Return the ``@triton.jit`` derivative of ``epilogue``: with the signature of
     :func:`device_function`, it returns the factor of the gradient, a block, or the pair
     ``(d/d gate, d/d up)``. Where the choice is arbitrary (relu at zero, a NaN), built-in epilogues
     follow torch's backward.
@@ -85,7 +85,7 @@ def port_function(port: Port) -> Any:
 
 
 def decode_function(form: Format) -> Any:
-    """The ``@triton.jit`` function ``decode(codes, dtype)`` of a format.
+    """Return the ``@triton.jit`` function ``decode(codes, dtype)`` of a format.
 
     Raises:
         ValueError: It has none.
@@ -143,7 +143,7 @@ def _inputs(epilogue: Epilogue) -> str:
 
 
 def _baked(device: Any, stage: Epilogue) -> Any:
-    """A function of a single stage, with its parameters as constants."""
+    """Return a function of a single stage, with its parameters as constants."""
     function = _jitted(device, f"epilogue {stage.name!r}")
     if not stage.parameters:
         return function
@@ -165,7 +165,7 @@ def _generated(lines: list[str], names: dict[str, Any], title: str) -> Any:
 
 
 def _jitted(device: Any, of: str) -> Any:
-    """The ``@triton.jit`` function that ``device`` is or becomes."""
+    """Return the ``@triton.jit`` function that ``device`` is or becomes."""
     if device is None:
         raise ValueError(f"{of} has no device function to fuse")
     return _compiled(device, identity(device)) if isinstance(device, types.FunctionType) else device

@@ -97,7 +97,7 @@ def launcher(
     def function(
         shape: Sequence[int], out: Iterable[str], known: Iterable[str], more: Mapping[str, Any]
     ) -> tuple[Launcher, Body | None]:
-        """The launcher for an output of ``shape``, which ``out`` allocates, and tensors with
+        """Return the launcher for an output of ``shape``, which ``out`` allocates, and tensors with
         ``known`` strides."""
         strides = torch.empty(tuple(shape), device="meta").stride()
         if "offs" in extras:
@@ -178,7 +178,7 @@ class _Names:
         return read.keys().isdisjoint(LAUNCHED_PARTS)
 
     def preparation(self, known: Iterable[str]) -> Iterator[str]:
-        """The statements that come before the launches.
+        """Yield the statements that come before the launches.
 
         Args:
             known: Tensors whose strides are not read.
@@ -193,7 +193,7 @@ class _Names:
             yield address(t) if self._compiled else f"{t}_ptr = {t}"
 
     def invocation(self, index: int, step: Step) -> str:
-        """The statement that makes a launch."""
+        """Return the statement that makes a launch."""
         launch, prefix = step.launch, _prefix(index)
         for name, value in launch.namespace.items():
             self.namespace[prefix + name] = value
@@ -229,5 +229,5 @@ class _Names:
 
 
 def _prefix(index: int) -> str:
-    """The prefix of names for one of several launches."""
+    """Return the prefix of names for one of several launches."""
     return f"_{index}_"

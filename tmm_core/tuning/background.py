@@ -135,7 +135,7 @@ class Background:
                 task.steps.close()
 
     def _next(self, now: float) -> Hashable | None:
-        """The name of the tuning to resume; None if all of them wait."""
+        """Return the name of the tuning to resume; None if all of them wait."""
         able = (each for each in [*self._tasks.items()] if each[1].may_run())
         for place, (name, task) in enumerate(itertools.islice(able, 2)):
             if (place == 0 or not task.waited) and task.is_ready(now):

@@ -190,11 +190,11 @@ class Compilers:
             host.close()
 
     def _environment(self) -> dict[str, Any]:
-        """The environment of a job, which may have changed since the pool was started."""
+        """Return the environment of a job, which may have changed since the pool was started."""
         return {"environ": {**os.environ, **self._kind.variables}, "folder": _folder()}
 
     def _running(self) -> _Host | None:
-        """The host, a new one if its plugins differ; None if none can be started."""
+        """Return the host, a new one if its plugins differ; None if none can be started."""
         if self._broken or not _startable():
             return None
         found = _circumstances()
@@ -220,7 +220,7 @@ class Compilers:
 
 @functools.cache
 def default() -> Compilers:
-    """The process's own :class:`Compilers`, closed at exit."""
+    """Return the process's own :class:`Compilers`, closed at exit."""
     compilers = Compilers()
     atexit.register(compilers.close)
     return compilers
@@ -402,7 +402,7 @@ def _startable() -> bool:
 
 
 def _circumstances() -> tuple[tuple[str, ...], tuple[str | None, ...]]:
-    """The state that decides which plugins and which code a worker imports."""
+    """Return the state that decides which plugins and which code a worker imports."""
     here = _folder()
     path = tuple(str(entry) or here for entry in sys.path if isinstance(entry, str))
     variables = ("TMM_PLUGINS", "TMM_DISABLE_PLUGINS")

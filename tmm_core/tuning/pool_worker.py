@@ -110,7 +110,7 @@ def _launch(problem: Problem, candidate: Candidate, device: torch.device, memory
 
 @functools.lru_cache(maxsize=1)
 def _verifier(problem: Problem, device: torch.device, memory: int) -> Verifier:
-    """The verifier of a problem. The last one is kept: its tensors serve all candidates."""
+    """Return the verifier of a problem. The last one is kept: its tensors serve all candidates."""
     return Verifier(problem, device, memory_limit=memory)
 
 

@@ -34,7 +34,7 @@ CandidateId = tuple[str, tuple[tuple[str, Any], ...]]
 
 
 def identity(result: CandidateResult) -> CandidateId:
-    """The identity of a candidate within a record."""
+    """Return the identity of a candidate within a record."""
     return result.kernel, tuple(sorted(result.config.items()))
 
 

@@ -274,7 +274,7 @@ class Search:
         times: Mapping[Candidate, float],
         scale: Mapping[Kernel[Any], float],
     ) -> list[Candidate]:
-        """The candidates whose scaled estimate is not below the best time."""
+        """Return the candidates whose scaled estimate is not below the best time."""
         best = min(times.values(), default=math.inf)
         return [
             c

@@ -213,12 +213,12 @@ class Tuning:
             )
 
     def _leader(self) -> CandidateRun | None:
-        """The fastest candidate so far, unless that needs no more verification."""
+        """Return the fastest candidate so far, unless that needs no more verification."""
         running = [run for run in self.runs if run.runner is not None and run.samples]
         return _unverified(min(running, key=lambda run: run.time, default=None))
 
     def _winner(self) -> CandidateRun | None:
-        """The winner by the times so far, unless that needs no more verification."""
+        """Return the winner by the times so far, unless that needs no more verification."""
         results = [run.result(self._problem) for run in self.runs]
         return _unverified(self.runs[decide(results)] if finalists_of(results) else None)
 
@@ -375,7 +375,7 @@ class Tuning:
             return
 
         def of_most(run: CandidateRun) -> float:
-            """A kernel's time over the longest with which it may still win."""
+            """Return a kernel's time over the longest with which it may still win."""
             blas = min((r.steady_us or math.inf for r in baseline), default=math.inf)
             return (run.steady_us or math.inf) / (blas * (1 + CLOSE))
 
@@ -474,10 +474,10 @@ class Tuning:
 
 
 def _unverified(run: CandidateRun | None) -> CandidateRun | None:
-    """The candidate, if it is to be verified in every way of use; BLAS is not."""
+    """Return the candidate, if it is to be verified in every way of use; BLAS is not."""
     return None if run is None or run.is_baseline or run.verified else run
 
 
 def _repeats(us: float) -> int:
-    """The number of launches, of ``us`` each, that verify a winner."""
+    """Return the number of launches, of ``us`` each, that verify a winner."""
     return max(LEAST_REPEATS, min(MOST_REPEATS, int(REPEATS_US / us))) if us > 0 else MOST_REPEATS

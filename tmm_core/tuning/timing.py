@@ -272,7 +272,7 @@ class HostTimer:
 
 
 def timer_for(device: torch.device) -> GraphTimer | HostTimer:
-    """The clock *in use* on a device."""
+    """Return the clock *in use* on a device."""
     return GraphTimer(device) if device.type == "cuda" else HostTimer()
 
 

@@ -73,7 +73,7 @@ class Sample(NamedTuple):
     sizes: torch.Tensor
 
     def error(self, out: torch.Tensor, at_once: int) -> torch.Tensor:
-        """The largest error, as a tensor on the device; NaN if a number is not one.
+        """Return the largest error, as a tensor on the device; NaN if a number is not one.
 
         Args:
             at_once: How many elements to compare at a time.
@@ -169,7 +169,7 @@ def pieces(
 
 
 def _of_group(problem: Problem, inputs: Inputs, group: int, part: tuple[int, int]) -> Inputs:
-    """The operands of one group, with the rows and columns of all groups."""
+    """Return the operands of one group, with the rows and columns of all groups."""
     if inputs.rows is None:
         return inputs
     a, b, bias, residual = inputs.a, inputs.b, inputs.bias, inputs.residual
@@ -295,7 +295,7 @@ def _range(dtype: torch.dtype) -> tuple[float, float]:
 
 
 def _selected(problem: Problem, inputs: Inputs, rows: torch.Tensor, cols: torch.Tensor) -> Inputs:
-    """The arguments for these rows and columns of the product, without a residual."""
+    """Return the arguments for these rows and columns of the product, without a residual."""
     b, bias = inputs.b, inputs.bias
     wide = problem.epilogue.sources(cols, b.shape[-1] // (1 + problem.gated))
     parts = dict(inputs.parts)
@@ -365,7 +365,7 @@ def _product(a: torch.Tensor, b: torch.Tensor, precise: bool) -> torch.Tensor:
 
 
 def tolerance(problem: Problem) -> float:
-    """The largest error accepted; see :data:`TOLERANCE`."""
+    """Return the largest error accepted; see :data:`TOLERANCE`."""
     dtype = problem.out.dtype
     if not (dtype.is_floating_point or dtype.is_complex):
         return 0.0

@@ -137,11 +137,11 @@ class InputSet:
     rows: Mapping[str, torch.Tensor]
 
     def error(self, out: torch.Tensor, at_once: int) -> float:
-        """The error of a result; see :meth:`Expected.error`."""
+        """Return the error of a result; see :meth:`Expected.error`."""
         return self.expected.error(out, at_once).item()
 
     def changed(self) -> list[str]:
-        """The names of arguments that changed, or whose gaps or guard bands did."""
+        """Return the names of arguments that changed, or whose gaps or guard bands did."""
         given = self.inputs.rows.given if self.inputs.rows else {}
         rows = [name for name, t in self.rows.items() if not same_bits(given[name], t)]
         return [*self.checksums.changed(), *rows]
@@ -222,7 +222,7 @@ class DataSets:
         return self._outs[which]
 
     def changed_inputs(self) -> list[str]:
-        """The names of inputs that changed, or whose gaps or guard bands did."""
+        """Return the names of inputs that changed, or whose gaps or guard bands did."""
         found = [name for each in self.sets() for name in each.changed()]
         return list(dict.fromkeys([*sorted(self.altered), *found]))
 
@@ -325,7 +325,7 @@ class DataSets:
         return (within[1], p.n, within) if within[0] == 0 else (p.m, within[1], within)
 
     def expect(self, inputs: Inputs, whole: bool) -> Expected:
-        """The expected result, whole or in samples."""
+        """Return the expected result, whole or in samples."""
         m, n, within = self._defined(inputs)
         rows = None if whole or m <= SAMPLES + 2 else _sample(m, self.device)
         in_rows = self._reference(inputs, slice(m) if rows is None else rows, slice(n))
@@ -334,7 +334,7 @@ class DataSets:
         return Expected(rows, in_rows, cols, in_cols, within)
 
     def _reference(self, inputs: Inputs, rows: compare.Places, cols: compare.Places) -> Sample:
-        """The reference of these rows and columns, in pieces whose intermediates fit."""
+        """Return the reference of these rows and columns, in pieces whose intermediates fit."""
         return compare.expected(self.problem, inputs, rows, cols, self.limit // 16)
 
 

@@ -139,7 +139,7 @@ def _by_type(error: BaseException) -> Cause | None:
 
 
 def _raiser(error: BaseException) -> str:
-    """The module whose code raised."""
+    """Return the module whose code raised."""
     frames = frames_of(error)
     return str(frames[-1].f_globals.get("__name__", "")) if frames else ""
 

@@ -92,7 +92,7 @@ def flattened(result: Any, shape: tuple[int, ...], problem: Problem) -> Tensor:
 
 
 def forms_of(bound: Bound, problem: Problem) -> dict[str, Any]:
-    """The other forms of a launcher, by a phrase that names them in messages."""
+    """Return the other forms of a launcher, by a phrase that names them in messages."""
     found: dict[str, Any] = {}
     if bound.body is not None:
         found["called as a plan's source"] = Source(problem, bound)

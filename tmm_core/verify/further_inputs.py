@@ -112,7 +112,7 @@ class Plan:
 
 
 def planned(problem: Problem) -> Iterator[Plan]:
-    """The rounds of a problem; the first suffices to detect a cache by address."""
+    """Yield the rounds of a problem; the first suffices to detect a cache by address."""
     usual = Recipe(alpha=-1.0, sizes="single")
     yield Plan("other values at the same addresses", usual)
     if problem.groups is None:
@@ -374,7 +374,7 @@ class Round:
 
 
 def plans_of(data: DataSets) -> list[Plan]:
-    """The rounds of the test data; none in other memory if two sets do not fit."""
+    """Return the rounds of the test data; none in other memory if two sets do not fit."""
     of, problem = data.sets()[-1], data.problem
     if 0 in problem.out_shape:
         return []
@@ -438,7 +438,7 @@ def _applies(problem: Problem, place: Place) -> bool:
 
 
 def _aliases(problem: Problem) -> dict[str, str]:
-    """The arguments that may be the same tensor as another."""
+    """Return the arguments that may be the same tensor as another."""
     if problem.groups is not None:
         return {}
     like: dict[tuple[Operand, tuple[int, ...]], str] = {(problem.a, problem.a_shape): "a"}
@@ -471,7 +471,7 @@ class _OwnMemory:
         return self.made[name]
 
     def guarded(self, name: str, spec: Operand, shape: tuple[int, ...]) -> torch.Tensor:
-        """A tensor between guard bands."""
+        """Return a tensor between guard bands."""
         place = self.place
         kept: Operand | None = None
         placed: MemoryLayout = memory_layout(spec, shape)
@@ -489,7 +489,7 @@ class _OwnMemory:
         return with_guard_bands(placed, self.data.device, UNREADABLE, kept).tensor
 
     def plain(self, name: str, spec: Operand, shape: tuple[int, ...]) -> torch.Tensor:
-        """A tensor as torch allocates it, or another argument."""
+        """Return a tensor as torch allocates it, or another argument."""
         problem, made = self.data.problem, self.made
         other = _aliases(problem).get(name)
         if other is not None and (self.place, name) != ("plain", "b"):

@@ -52,7 +52,7 @@ class MemoryLayout:
 
 
 def memory_layout(spec: Operand, shape: tuple[int, ...], *, padded: bool = False) -> MemoryLayout:
-    """The layout of a tensor whose last two dimensions are of the class ``spec``."""
+    """Return the layout of a tensor whose last two dimensions are of the class ``spec``."""
     *batch, rows, cols = shape
     if spec.layout == "col":
         flipped = memory_layout(replace(spec, layout="row"), (*batch, cols, rows), padded=padded)
@@ -167,7 +167,7 @@ class GuardedTensor:
         return (self.words == _word(self.filler, 8)).all()
 
     def poison(self) -> torch.Tensor:
-        """The tensor filled with NaN (integers: with zeros), with bands and gaps reset."""
+        """Return the tensor filled with NaN (integers: with zeros), with bands and gaps reset."""
         self.words.fill_(_word(self.filler, 8))
         return poison(self.tensor)
 
@@ -258,5 +258,5 @@ def same_bits(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 def _word(byte: int, size: int) -> int:
-    """The signed integer whose ``size`` bytes are all ``byte``."""
+    """Return the signed integer whose ``size`` bytes are all ``byte``."""
     return int.from_bytes(bytes([byte]) * size, "little", signed=True)

@@ -237,12 +237,12 @@ def _rows_computed_from(inputs: Inputs, end: int) -> dict[int, list[int]]:
 
 
 def column(problem: Problem, line: int) -> int:
-    """The column of the result that depends on a column of ``b`` or of the bias."""
+    """Return the column of the result that depends on a column of ``b`` or of the bias."""
     return line // 2 if problem.epilogue.interleaved else line % problem.n
 
 
 def values_of(dtype: torch.dtype) -> tuple[float, ...]:
-    """The non-finite values of a dtype; integers have none."""
+    """Return the non-finite values of a dtype; integers have none."""
     if not (dtype.is_floating_point or dtype.is_complex):
         return ()
     infinite = torch.tensor(math.inf, device="cpu").to(dtype.to_real()).float().isinf()

@@ -122,7 +122,7 @@ class Rows:
         return cls(offs, tuple(ends), read, a_index, out_index, out_weights, tuple(others))
 
     def of_call(self, call: int) -> Rows:
-        """The rows of one call of a chain; calls cycle over the samples."""
+        """Return the rows of one call of a chain; calls cycle over the samples."""
         samples = (self.offs, *self.other_offs)
         return replace(self, offs=samples[call % len(samples)])
 
@@ -256,7 +256,7 @@ def ends_of(count: int, total: int, chance: torch.Generator, sizes: Sizes) -> li
 
 
 def rows_read(total: int, reads: Reads) -> int:
-    """The number of rows of ``a`` that ``total`` rows are gathered from."""
+    """Return the number of rows of ``a`` that ``total`` rows are gathered from."""
     if reads in ("one", "same"):
         return 1 if reads == "one" else total
     if reads == "twice":

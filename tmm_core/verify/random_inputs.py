@@ -324,12 +324,12 @@ def seeded(device: torch.device, seed: int | None = None) -> torch.Generator:
 
 
 def new_seed() -> int:
-    """A random seed."""
+    """Return a random seed."""
     return int.from_bytes(os.urandom(4), "little")
 
 
 def empty(spec: Operand, shape: tuple[int, ...], device: torch.device) -> Tensor:
-    """An uninitialised tensor whose last two dimensions are of the class ``spec``."""
+    """Return an uninitialised tensor whose last two dimensions are of the class ``spec``."""
     placed = memory_layout(spec, shape)
     memory = torch.empty(placed.length, dtype=spec.dtype, device=device)
     return memory.as_strided(shape, placed.strides, placed.offset)

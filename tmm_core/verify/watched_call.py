@@ -110,7 +110,7 @@ def _watched(call: Callable[[], T], device: torch.device) -> tuple[T, list[str]]
 
 
 def _unchanged_while_waiting(names: list[str], seconds: float, device: torch.device) -> list[str]:
-    """The names of the pieces that no other thread changes within some seconds."""
+    """Return the names of the pieces that no other thread changes within some seconds."""
     waiting = State(device)
     end = time.monotonic() + seconds
     while names and time.monotonic() < end:

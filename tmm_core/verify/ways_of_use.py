@@ -157,7 +157,7 @@ class WaysOfUse(CheckedLauncher):
                     self._check_outputs(faults, when)
 
     def _most_together(self) -> int:
-        """The number of launches of each thread that the GPU completes within
+        """Return the number of launches of each thread that the GPU completes within
         :data:`TOGETHER_ON_GPU`. A host submits long launches faster than the GPU runs them."""
         of, device = self._data.sets()[0], self._data.device
         torch.cuda.synchronize(device)

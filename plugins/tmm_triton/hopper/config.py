@@ -434,7 +434,7 @@ class Constants(WarpSpecializedConfig):
 
 @functools.lru_cache(maxsize=16)  # a search makes some 150 configs' constants
 def _of_problem(problem: Problem) -> dict[str, Any]:
-    """The constants that do not depend on the config."""
+    """Return the constants that do not depend on the config."""
     outputs, groups = problem.epilogue.outputs, problem.groups
     grouped = [port.kind if port.group else None for port in outputs] + [None, None]
     return {
@@ -473,7 +473,7 @@ def columns_grouped(problem: Problem) -> int:
 
 
 def main_problem(problem: Problem, config: WarpSpecializedConfig) -> Problem:
-    """The problem of the main kernel, without the work of the reducing kernel."""
+    """Return the problem of the main kernel, without the work of the reducing kernel."""
     return problem if config.splits == 1 else unfinished(problem)
 
 

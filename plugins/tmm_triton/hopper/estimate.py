@@ -118,7 +118,7 @@ def estimate_us(problem: Problem, config: WarpSpecializedConfig) -> float:
 
 
 def times_us(problem: Problem, config: WarpSpecializedConfig) -> dict[str, float]:
-    """The times of the components of :func:`estimate_us` alone."""
+    """Return the times of the components of :func:`estimate_us` alone."""
     waves, (multiply, load) = _waves(problem, config), _tile_us(problem, config)
     memory = problem.bytes / Machine.of(problem.device).memory
     tiles = {"tensor cores": waves * multiply, "L2": waves * load}

@@ -73,7 +73,7 @@ class KernelArguments:
         return made
 
     def _described(self, name: str, rows: int, columns: int) -> tuple[str, Described]:
-        """A tensor that TMA accesses in boxes."""
+        """Return a tensor that TMA accesses in boxes."""
         operand = getattr(self.problem, name)
         kind = kinds(self.c.RAGGED, self.c.BATCHED)[name]
         block = boxed(rows, columns, operand.layout != "row", kind)

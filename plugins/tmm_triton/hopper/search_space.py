@@ -198,7 +198,7 @@ def _configs(problem: Problem, limited: bool) -> tuple[WarpSpecializedConfig, ..
 
 
 def _tiles(problem: Problem) -> tuple[_Tile, ...]:
-    """The tiles that suit the problem's operands."""
+    """Return the tiles that suit the problem's operands."""
     if problem.native:
         return _FP8_TILES
     if by_words(problem):
@@ -317,7 +317,7 @@ def _splits(problem: Problem, config: WarpSpecializedConfig) -> int:
 def _ranged(
     problem: Problem, fitting: list[list[WarpSpecializedConfig]], count: int
 ) -> list[list[WarpSpecializedConfig]]:
-    """The tiles whose block sums ``count`` ranges of K one after the other."""
+    """Return the tiles whose block sums ``count`` ranges of K one after the other."""
     return [
         [replace(variants[0], ranges=count)]
         for variants in fitting

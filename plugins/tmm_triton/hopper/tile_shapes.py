@@ -24,7 +24,7 @@ def tile_count(problem: Problem, config: WarpSpecializedConfig) -> int:
 
 
 def most_tiles(problem: Problem, config: WarpSpecializedConfig) -> int:
-    """The maximum of :func:`tile_count` over all sizes of groups."""
+    """Return the maximum of :func:`tile_count` over all sizes of groups."""
     if not rows_ragged(problem):
         return tile_count(problem, config)
     rows = problem.m // config.BLOCK_M + groups_present(problem)

@@ -218,7 +218,7 @@ class WarpSpecialized(Built[WarpSpecializedConfig]):
         return builds + _ports(problem, config).builds()
 
     def specialize(self, problem: Problem, config: WarpSpecializedConfig) -> Build:
-        """The build of the product itself, which is launched first."""
+        """Return the build of the product itself, which is launched first."""
         blocks, port_at = _blocks(problem, config), _parts(problem, config)
         given = KernelArguments.of(main_problem(problem, config), config, blocks, port_at)
         options = {
@@ -249,7 +249,7 @@ def _outputs_declined(problem: Problem) -> Iterable[str]:
 
 
 def _blocks(problem: Problem, config: WarpSpecializedConfig) -> int:
-    """The number of blocks of the grid.
+    """Return the number of blocks of the grid.
 
     As few as the number of waves allows, rounded up to a multiple of :data:`_NEIGHBOURS`. 512 tiles
     take as many waves in 132 blocks as in 128, and 128 blocks work on a rectangle of tiles and
