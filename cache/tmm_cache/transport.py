@@ -26,6 +26,7 @@ from tmm_cache.disk import write_for_all
 from tmm_cache.fields import decoded
 from tmm_cache.files import (
     Fault,
+    Report,
     read_file,
     read_record,
     record_bytes,
@@ -48,17 +49,20 @@ MAX_ENVIRONMENT_BYTES: Final = 2**14
 CLOCK_SKEW: Final = timedelta(days=1)
 
 
-def write_transport(file: Path, found: Iterable[Summary[TuningRecord]]) -> int:
+def write_transport(file: Path, found: Iterable[Summary[TuningRecord]], report: Report) -> int:
     """Write these records to a file, without most of their samples; returns their number.
 
     If a problem has several records, the first is written. Without records no file is written.
-    Records whose environment is unknown are left out. Raises UsageError for more than `MAX_BYTES`,
-    OSError like `write_for_all`.
+    Records whose environment is unknown are reported and left out. Raises UsageError for more than
+    `MAX_BYTES`, OSError like `write_for_all`.
     """
     written: dict[Key, JSON] = {}
     for summary in found:
         key, record = summary.key, summary.record
-        if summary.environment is not None and key not in written:
+        if summary.environment is None:
+            folder = summary.path.parent
+            report(Fault(folder, "its records' environment is unknown", of_folder=True))
+        elif key not in written:
             written[key] = {
                 "gpu": summary.gpu,
                 "environment": json.loads(canonical(summary.environment)),  # sorted

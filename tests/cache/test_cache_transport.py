@@ -174,6 +174,22 @@ def file(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return tmp_path / request.param
 
 
+@pytest.mark.parametrize("command", ["export", "freeze -o"])
+def test_export_says_which_records_it_leaves_out(
+    command: str, store: CacheStore, file: Path, capsys: Captured
+) -> None:
+    fill(store)
+    lost = next(entry.path.parent for entry in store.summaries() if entry.record.problem["m"] == 1)
+    (lost / "environment.json").unlink()
+    written = sum(entry.environment is not None for entry in store.summaries())
+    assert 0 < written < 4
+    assert main([*command.split(), str(file)]) == 1
+    said = capsys.readouterr().err
+    assert said.count(f"passed over {lost}: its records' environment is unknown") == 1
+    assert f"{written} record" in said
+    assert len(document(file)["records"]) == written
+
+
 @pytest.fixture
 def target(tmp_path: Path) -> CacheStore:
     return CacheStore(tmp_path / "target", [])

@@ -17,6 +17,38 @@ GROUPS = (f"{MIXED}::test_groups_of_rows",)
 
 PACKED = [
     Mutant(
+        "mixed-waits",
+        "tmm_triton/mixed_input.py",
+        'for c in fitting if "wait" in ways(problem)]',
+        'for c in fitting if "b" in ways(problem)]',
+        "a tuning of few rows tries only configs that do not overlap the previous launch",
+        (f"{MIXED}::test_proposals_fit_the_gpu",),
+    ),
+    Mutant(
+        "mixed-overlap",
+        "tmm_triton/mixed_input.py",
+        "_OVERLAP = 2.5",
+        "_OVERLAP = 1.0",
+        "a tuning tries configs that take longer than others",
+        (f"{MIXED}::test_estimates_rank_measured_configs",),
+    ),
+    Mutant(
+        "mixed-tried",
+        "tmm_triton/mixed_input.py",
+        "share = _TRIED // 2 if all(orders) else _TRIED",
+        "share = 1",
+        "a tuning tries one config of each order",
+        (f"{MIXED}::test_the_proposed_configs_are_close_to_the_best_for_few_rows",),
+    ),
+    Mutant(
+        "streaming-starts",
+        STREAMING,
+        'starts = (*ways(problem), "")',
+        'starts = ("",)',
+        "a tuning tries no config that overlaps the previous launch",
+        ("tests/plugins/test_streaming.py::test_proposals",),
+    ),
+    Mutant(
         "mixed-rounds",
         DEVICE,
         "return gl.cdiv(last - first, C.k_ways)",

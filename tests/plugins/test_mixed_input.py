@@ -26,6 +26,7 @@ from test_streaming import FP8, INT4, INT8, held
 from test_word_programs import Machine, halves, twice, words
 from tmm_triton import blocks, mixed_input_device, ragged, ragged_tiles
 from tmm_triton.mixed_input import Constants, MixedInput, MixedInputConfig
+from tmm_triton.pdl import FEW_ROWS
 from tmm_triton.skinny import Skinny
 from tmm_triton.split_k import SplitK
 from tmm_triton.streaming import Streaming
@@ -137,9 +138,10 @@ def test_proposals_fit_the_gpu(m: int, gated: bool, weight: Operand) -> None:
             assert config.shared_memory(problem) <= 232448
             assert config.k_ways * config.splits * config.BLOCK_K <= k
             assert KERNEL.workspace_bytes(problem, config) <= 2**27
-        plain = [c for c in configs if not c.early]
-        estimates = [KERNEL.estimate_us(problem, c) for c in plain]
+        estimates = [KERNEL.estimate_us(problem, c) for c in configs]
         assert estimates == sorted(estimates)
+        assert {c.early for c in configs} == {"wait" if m <= FEW_ROWS else ""}
+        assert len(configs) <= 8
 
 
 @pytest.mark.parametrize(
@@ -640,6 +642,32 @@ def test_estimates_rank_measured_configs() -> None:
         assert min(us for _, us in first) < 1.03 * min(us for _, us in measured)
     assert len(errors) > 200
     assert math.sqrt(sum(errors) / len(errors)) < 0.12
+
+
+def test_the_proposed_configs_are_close_to_the_best_for_few_rows() -> None:
+    """For products measured on an H200 with every config."""
+    import json
+
+    table = Path(__file__).parents[2] / "benchmarks/results/h200/few_rows_configs.jsonl"
+    runs = [json.loads(line) for line in table.read_text().splitlines()[1:]]
+    device = replace(DEVICES[90], name="NVIDIA H200")
+    weights = {"int4": INT4, "int8": INT8, "fp8": FP8}
+    best: dict[tuple[Any, ...], list[float]] = {}
+    losses = []
+    for run in runs:
+        kernel: Any = {each.name: each for each in (KERNEL, Streaming())}[run["kernel"]]
+        sizes = {name: run[name] for name in ("m", "n", "k")}
+        problem = replace(PROBLEM, device=device, b=weights[run["format"]], **sizes)
+        proposed = {tuple(vars(c)[f] for f in run["fields"]) for c in kernel.configs(problem)}
+        times = {tuple(values): us for *values, us in run["configs"]}
+        assert len(proposed & set(times)) == len(proposed)
+        mine = min(times[each] for each in proposed)
+        losses.append(mine / min(times.values()))
+        found = best.setdefault((run["format"], *sizes.values()), [math.inf, math.inf])
+        found[:] = min(found[0], mine), min(found[1], *times.values())
+    assert len(best) == 24
+    assert max(mine / least for mine, least in best.values()) < 1.045
+    assert sum(losses) / len(losses) < 1.006
 
 
 def test_constants_hold_a_digest_of_their_source() -> None:

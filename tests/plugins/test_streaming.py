@@ -85,10 +85,17 @@ def test_proposals(m: int, weight: Operand) -> None:
         problem = replace(DECODE, m=m, n=n, k=k, b=weight)
         configs = Streaming().configs(problem)
         assert {c.BLOCK_M for c in configs} == {8 if m <= 8 else 16}
-        plain = [c for c in configs if not c.early]
-        estimates = [Streaming().estimate_us(problem, c) for c in plain]
-        assert len(plain) >= 4
+        estimates = [Streaming().estimate_us(problem, c) for c in configs]
         assert estimates == sorted(estimates)
+        waiting = {replace(c, early="") for c in configs if c.early == "wait"}
+        plain = {c for c in configs if not c.early}
+        assert len(plain) == 3
+        assert plain < waiting
+        assert len(waiting) == 6
+        alone = Streaming().configs(replace(problem, batch=2))
+        assert [c.early for c in alone] == [""] * 6
+        static = Streaming().configs(replace(problem, static_weights=True))
+        assert [c.early for c in static].count("b") == 2
 
 
 def test_proposals_are_close_to_the_best_that_was_measured() -> None:

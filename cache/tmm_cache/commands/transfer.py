@@ -35,8 +35,8 @@ def _write(roots: Iterable[Path], file: Path) -> int:
     require_target(file)
     faults: list[Fault] = []
     found = (each for root in roots for each in summaries(root, faults.append))
-    count = write_transport(file, found)
-    for fault in faults:
+    count = write_transport(file, found, faults.append)
+    for fault in dict.fromkeys(faults):
         passed_over(fault)
     note(f"{counted(count, 'record')} written to {file}")
     return DONE if count and not faults else FOUND
