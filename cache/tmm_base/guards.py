@@ -253,7 +253,7 @@ def _is_interruption(frame: FrameType) -> bool:
 
 
 def _handlers() -> Iterator[CodeType]:
-    """The code of the signal handlers that are installed now."""
+    """Yield the code of the signal handlers that are installed now."""
     for number in range(1, signal.NSIG):
         handler: Any = _getsignal(number)
         if isinstance(handler, MethodType):

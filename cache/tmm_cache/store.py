@@ -201,7 +201,7 @@ class CacheStore:
         return kept.record if kept is not None else read_record(path, warn_of)
 
     def summaries(self, gpu: str | None = None) -> Iterator[Summary[TuningRecord]]:
-        """Every record: those in memory, then the root's, then each layer's, by path.
+        """Yield every record: those in memory, then the root's, then each layer's, by path.
 
         Records hidden by a nearer layer are included. Faults are skipped with a warning.
         """

@@ -93,7 +93,7 @@ class Transport:
             raise UsageError(f"{path}: is not a file of records: {error}") from error
 
     def records(self) -> Iterator[tuple[Key, Document, TuningRecord | Fault]]:
-        """Every record, checked, with its key and environment."""
+        """Yield every record, checked, with its key and environment."""
         for key, (environment, document) in self._items.items():
             yield key, environment, self._checked(key, document)
 

@@ -37,7 +37,7 @@ _ON_CPU = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def reasons_against(problem: Problem) -> Iterable[str]:
-    """Why torch cannot serve a ragged problem without waiting for the GPU."""
+    """Yield why torch cannot serve a ragged problem without waiting for the GPU."""
     problem = gathered(problem)
     device = problem.device
     if device.type == "cpu":
@@ -85,7 +85,7 @@ def _scales_rows(problem: Problem) -> bool:
 
 
 def _reasons_against_scaled(problem: Problem) -> Iterable[str]:
-    """Why torch's scaled grouped product cannot serve 8-bit operands."""
+    """Yield why torch's scaled grouped product cannot serve 8-bit operands."""
     width = problem.b_shape[-1]
     if not hasattr(torch, "_scaled_grouped_mm"):
         yield "this torch has no scaled grouped product"

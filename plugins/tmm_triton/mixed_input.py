@@ -374,7 +374,7 @@ _OVERLAP = 2.5
 
 
 def _every_shape() -> Iterator[tuple[int, int, int, int]]:
-    """Every shape for an exhaustive search, also those that no measurement favoured."""
+    """Yield every shape for an exhaustive search, also those that no measurement favoured."""
     counts = range(1, 5)
     for k, consumers, share, rows in itertools.product((64, 128), counts, counts, (64, 128)):
         if consumers % share == 0:

@@ -190,7 +190,7 @@ _READ_LATENCY, _STEP_US = 1.3, 0.1
 
 
 def against_rows(problem: Problem) -> Iterable[str]:
-    """Why a kernel for few rows cannot serve as many, or in batch-invariant mode."""
+    """Yield why a kernel for few rows cannot serve a problem: its rows, or batch-invariant mode."""
     if problem.batch_invariant:
         yield "sums in an order that no kernel for more rows has"
     if problem.m > MOST_ROWS:

@@ -434,7 +434,8 @@ def _row_scale(problem: Problem) -> dict[str, int]:
 
 
 def _shapes(rows: int) -> Iterator[StreamingConfig]:
-    """Every config for ``rows`` of ``a`` but for its start. More than 8 warps lack registers."""
+    """Yield every config for ``rows`` of ``a``, without ``early``. More than 8 warps lack
+    registers."""
     warps = itertools.product((1, 2, 4, 8), (1, 2, 4, 8))
     for n, (warps_k, warps_n), stages in itertools.product((16, 32, 64, 128), warps, (2, 4)):
         if warps_k * warps_n <= 8 and 16 * warps_n <= n:

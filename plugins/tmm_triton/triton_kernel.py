@@ -214,7 +214,7 @@ def proposed(problem: Problem, shapes: Sequence[tuple[int, ...]]) -> list[tuple[
 
 
 def unsteppable(problem: Problem) -> Iterator[str]:
-    """Why scales or zero points cannot be applied step by step."""
+    """Yield why scales or zero points cannot be applied step by step."""
     for name, operand in (("a", problem.a), ("b", problem.b)):
         if operand.grid and operand.block[1] not in (16, 32, 64, 128, 256, 512):
             yield f"has steps of 16 to 512 along K, not groups of {operand.block[1]} of {name}"

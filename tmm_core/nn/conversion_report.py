@@ -83,7 +83,7 @@ class Report:
         return bool(self.changes)
 
     def _entries(self) -> Iterator[tuple[str, str]]:
-        """Each product: its path, and what was done."""
+        """Yield each product: its path, and what was done."""
         yield from ((c.path, f"{c.before} → {c.after}") for c in self.changes)
         yield from ((n.path, f"{n.activation} not fused: {n.reason}") for n in self.not_fused)
         yield from ((item.path, f"{item.module} left alone: {item.reason}") for item in self.left)

@@ -314,7 +314,8 @@ class _Conversion:
                 module.merge()
 
     def _weights_of_products(self) -> Iterator[tuple[Any, str, bool]]:
-        """Layers and experts that tmm computes, their weights' names, and whether K is first."""
+        """Yield layers and experts that tmm computes, their weights' names, and whether K is
+        first."""
         for layer in self._layers:
             yield layer, "weight", not isinstance(layer, nn.Linear)  # a Conv1D's is [K, N]
         for module in self._paths:

@@ -193,7 +193,7 @@ def _device(supports: Supports, problem: Problem) -> Iterator[str]:
 
 
 def _numbers(supports: Supports, problem: Problem) -> Iterator[str]:
-    """Dtypes of a and b, their formats and scales."""
+    """Yield reasons against the dtypes of a and b, their formats and scales."""
     a, b = problem.a.dtype, problem.b.dtype
     of_a, of_b = problem.forms
     if problem.stored:
@@ -216,7 +216,7 @@ def _numbers(supports: Supports, problem: Problem) -> Iterator[str]:
 
 
 def _formats(supports: Supports, problem: Problem) -> Iterator[str]:
-    """Yield the formats of both operands."""
+    """Yield reasons against the formats of both operands."""
     of_a, of_b = problem.forms
     a, b = problem.a.dtype, problem.b.dtype
     if of_a is not None and of_a is of_b:
@@ -235,7 +235,7 @@ def _formats(supports: Supports, problem: Problem) -> Iterator[str]:
 
 
 def _others(supports: Supports, problem: Problem) -> Iterator[str]:
-    """Dtypes of the result, the bias and the residual."""
+    """Yield reasons against the dtypes of the result, the bias and the residual."""
     residual = problem.residual.dtype if problem.residual is not None else None
     for name, dtype in (("out", problem.out.dtype), ("bias", problem.bias), ("residual", residual)):
         allowed: Dtypes = getattr(supports, name)
@@ -244,7 +244,7 @@ def _others(supports: Supports, problem: Problem) -> Iterator[str]:
 
 
 def _matrices(supports: Supports, problem: Problem) -> Iterator[str]:
-    """Layout, alignment and offset range of each matrix."""
+    """Yield reasons against the layout, alignment and offset range of each matrix."""
     for name in MATRICES:
         matrix: Operand | None = getattr(problem, name)
         if matrix is None:
@@ -270,7 +270,7 @@ def _sizes(supports: Supports, problem: Problem) -> Iterator[str]:
 
 
 def _epilogue(supports: Supports, problem: Problem) -> Iterator[str]:
-    """Alpha, the epilogue and its outputs."""
+    """Yield reasons against alpha, the epilogue and its outputs."""
     epilogue = problem.epilogue
     if problem.scaled and not supports.alpha:
         yield "does not support alpha"

@@ -437,7 +437,7 @@ def _with_terms(plain: Problem) -> Problem:
 
 
 def odd_problems(device: DeviceFingerprint) -> Iterator[Problem]:
-    """Problems that only ``reasons_against`` should ever see."""
+    """Yield problems that only ``reasons_against`` should ever see."""
     half = Operand(torch.float16)
     plain = Problem(m=64, n=64, k=64, a=half, b=half, out=half, device=device)
     yield plain

@@ -30,7 +30,7 @@ class RaggedProblems(ProbeProblems):
     """The ragged problems of a conformance suite."""
 
     def ragged_problems(self) -> Iterator[Problem]:
-        """All problems that a kernel is tested on."""
+        """Yield all problems on which a kernel is tested."""
         for dtype in self.dtypes:
             for along in ("m", "n", "k"):
                 yield self._ragged(along, dtype)

@@ -135,7 +135,7 @@ def planted(changes: Sequence[Change]) -> Iterator[None]:
 def _changes(
     problem: Problem, inputs: Inputs, axis: Axis, chance: random.Random
 ) -> Iterator[Change]:
-    """Changes to elements that belong to a group or a matrix of a batch; no element twice."""
+    """Yield changes to elements that belong to a group or a matrix of a batch; no element twice."""
     filled = [(matrix, 0, problem.m) for matrix in range(problem.batch)]
     if inputs.rows is not None:
         filled = [each for each in ranges(inputs.rows.ends) if each[1] < each[2]]

@@ -234,7 +234,7 @@ class WarpSpecialized(Built[WarpSpecializedConfig]):
 
 
 def _outputs_declined(problem: Problem) -> Iterable[str]:
-    """Reasons against the problem's auxiliary outputs."""
+    """Yield reasons against the problem's auxiliary outputs."""
     outputs = problem.epilogue.outputs
     grouped = [port for port in outputs if port.group]
     if len(outputs) > (MOST if len(grouped) == len(outputs) else 1):

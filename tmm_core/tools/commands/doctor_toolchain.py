@@ -32,7 +32,7 @@ class Finding(NamedTuple):
 
 
 def parts(device: torch.device) -> Iterator[Finding]:
-    """The parts that Triton needs to compile and launch on ``device``; none for a CPU."""
+    """Yield the parts that Triton needs to compile and launch on ``device``; none for a CPU."""
     if device.type != "cuda" or importlib.util.find_spec("triton") is None:
         return
     yield _compiler()
@@ -48,7 +48,7 @@ def parts(device: torch.device) -> Iterator[Finding]:
 
 
 def untried(device: torch.device) -> Iterator[Finding]:
-    """The kernels that the environment left untried on ``device``, with the first error."""
+    """Yield the kernels that the environment left untried on ``device``, with the first error."""
     notes = dispatch.default_dispatcher().untried.of_device(fingerprint(device))
     broken = [why for note in notes for why in note.kernels.values() if why.cause != "budget"]
     late = sum(all(why.cause == "budget" for why in n.kernels.values()) for n in notes)
