@@ -36,9 +36,9 @@ class Format:
         dequantize: Converts codes, exactly, to a dtype that torch multiplies.
         tolerance: The largest error accepted of a product, besides the result's rounding; see
             :mod:`tmm_core.verify.compare`.
-        pack: Codes in a stored element, along K, the lowest bits first. grids: The blocks ``(outer,
-        k)`` of values that may share a scale: ``outer`` rows of ``a`` or
-            columns of ``b``, and ``k`` values along K. 0 is the whole dimension.
+        pack: Codes in a stored element, along K, the lowest bits first.
+        grids: The blocks ``(outer, k)`` of values that may share a scale: ``outer`` rows of ``a``
+            or columns of ``b``, and ``k`` values along K. 0 is the whole dimension.
         short: Whether the last block of a dimension may be short; else K has whole ones.
         scale_dtypes: Dtypes of scales; uint8 scales are exponents (E8M0): 2^(x − 127).
         zeros: Whether an operand may have zero points, one for each scale.
