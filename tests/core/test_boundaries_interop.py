@@ -551,6 +551,28 @@ def test_flops_of_groups_are_of_the_rows_that_are_multiplied() -> None:
     assert grouped_operator.grouped_flops((2, 5), (3, 5, 4), (3,), a_index=(10,)) == 2 * 10 * 5 * 4
 
 
+@pytest.mark.parametrize("formats", [("int4", "int4"), ("mxfp4", "int8"), ("int8", "mxfp4")])
+def test_flops_of_packed_operands_are_of_their_values(formats: tuple[str, str]) -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    x, weight = (
+        tmm_core.quantize(torch.randn(rows, 64), name, group=32)
+        for rows, name in zip((4, 6), formats, strict=True)
+    )
+    stack = tmm_core.Quantized(
+        weight.stored[None], weight.scale[None], format=weight.format, block=weight.block
+    )
+    offs = torch.tensor([4], dtype=torch.int32)
+    for call in (
+        lambda: tmm_core.linear(x, weight),
+        lambda: tmm_core.matmul(x, weight.t(), out=torch.empty(4, 6, dtype=torch.bfloat16)),
+        lambda: tmm_core.grouped_linear(x, stack, offs=offs),
+    ):
+        with FlopCounterMode(display=False) as counter:
+            call()
+        assert counter.get_total_flops() == 2 * 4 * 6 * 64
+
+
 # -- autocast and other operands ----------------------------------------------------------
 
 

@@ -9,27 +9,34 @@ from __future__ import annotations
 import importlib.util
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
 import torch
 
+from tmm_core import formats
+from tmm_core.spec.arguments import Arguments
+
 _MODULE = "torch.utils.flop_counter"
 
 
-def matmul_flops(
-    a: Sequence[int], b: Sequence[int], *_: Any, out_shape: Any = None, **__: Any
-) -> int:
+def matmul_flops(*given: Any, out_shape: Any = None, **named: Any) -> int:
     """Return the FLOPs of ``a @ b``; a multiply-add counts as two. The epilogue is not counted, as
-    torch does not count its pointwise operators."""
+    torch does not count its pointwise operators. Shapes stand for tensors."""
+    call = Arguments(*given, **named)
+    a, b = call.a, call.b
     rows = a[-2] if len(a) > 1 else 1
     width = b[-1] if len(b) > 1 else 1
     batch = torch.broadcast_shapes(tuple(a[:-2]), tuple(b[:-2]))
-    # If one operand is packed, the other has the whole K.
-    k = max(a[-1], b[-2] if len(b) > 1 else b[-1])
-    return int(2 * math.prod(batch) * rows * k * width)
+    return int(2 * math.prod(batch) * rows * extent_of_k(call) * width)
+
+
+def extent_of_k(call: Any) -> int:
+    """K of a call, of whose stored elements each may hold several values."""
+    ((name, _), _) = formats.read(call.formats)
+    return int(call.a[-1]) * (formats.named(name).pack if name else 1)
 
 
 def count(operator: Any, formula: Callable[..., int]) -> None:

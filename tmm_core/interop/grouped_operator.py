@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from tmm_core import compat
-from tmm_core.interop import autograd_state
+from tmm_core.interop import autograd_state, flops
 from tmm_core.interop.declaration import declare, rewritten
 from tmm_core.interop.gradients import followed
 from tmm_core.launch.check import has_format, result_dtype
@@ -240,8 +240,7 @@ def grouped_flops(*given: Any, out_shape: Any = None, **named: Any) -> int:
     """Return the FLOPs if all rows are in groups; a multiply-add counts as two."""
     call: Any = GroupedArguments(*given, **named)
     rows = call.a[-2] if call.a_index is None else call.a_index[0]
-    k = max(call.a[-1], call.b[-2])  # if one operand is packed, the other has the whole K
-    return int(2 * rows * k * call.b[-1])
+    return int(2 * rows * flops.extent_of_k(call) * call.b[-1])
 
 
 def _empty(call: GroupedArguments, shape: torch.Size) -> Tensor:
