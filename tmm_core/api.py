@@ -14,13 +14,7 @@ from tmm_core import compat, dispatch, foreign, settings
 from tmm_core.errors import reraise
 from tmm_core.formats import IMPLIED
 from tmm_core.interop import autograd, autograd_state, fallbacks, operator, outputs_operator
-from tmm_core.interop.calls import (
-    has_outputs,
-    interned_text,
-    prepare_for,
-    text_of,
-    traced_text_of,
-)
+from tmm_core.interop.calls import has_outputs, interned_text, prepare_for, text_of, traced_text_of
 from tmm_core.interop.declaration import cast_first
 from tmm_core.launch import grouped_call as launch_grouped
 from tmm_core.launch import warm

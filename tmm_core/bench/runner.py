@@ -260,10 +260,7 @@ def _budget(options: Options) -> float:
 
 
 def _runs(
-    calls: Sequence[Call],
-    options: Options,
-    document: Document,
-    known: Sequence[Series] = (),
+    calls: Sequence[Call], options: Options, document: Document, known: Sequence[Series] = ()
 ) -> dict[str, Run]:
     """The runs to time, by column, each called once already. An extra column that is unavailable
     is left out and its reason noted in ``document``; torch's and tmm's columns must work."""

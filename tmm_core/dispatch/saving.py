@@ -7,12 +7,7 @@ from tmm_core.launch.plan import Choice
 from tmm_core.spec.kernel import Candidate
 from tmm_core.spec.launcher import BASELINE
 from tmm_core.spec.problem import Problem
-from tmm_core.tuning.ranking import (
-    CandidateId,
-    identity,
-    slower_in_steady_state,
-    times_around,
-)
+from tmm_core.tuning.ranking import CandidateId, identity, slower_in_steady_state, times_around
 from tmm_core.tuning.search import estimate_us
 
 

@@ -73,10 +73,7 @@ def refuse_dtypes(call: Arguments | GroupedArguments) -> NoReturn:
 
 
 def check_terms(
-    call: Arguments | GroupedArguments,
-    pair: Pair,
-    epilogue: Epilogue,
-    **terms: torch.Tensor | None,
+    call: Arguments | GroupedArguments, pair: Pair, epilogue: Epilogue, **terms: torch.Tensor | None
 ) -> torch.dtype:
     """Check a product, plain or grouped, against its epilogue. Check the dtypes of the result and
     of ``terms``, which are added to it or multiplied with it. Returns the result's dtype. Raises as

@@ -402,10 +402,7 @@ def entries(
 
 
 def _replay(
-    roles: Iterable[Role],
-    arguments: type[Arguments | GroupedArguments],
-    launch: str,
-    replays: bool,
+    roles: Iterable[Role], arguments: type[Arguments | GroupedArguments], launch: str, replays: bool
 ) -> Iterator[str]:
     """Yield statements that look the plan up by the keys of ``roles``, and launch it with the
     source ``launch``. They fall through if the kernel was quarantined."""

@@ -24,13 +24,7 @@ from tmm_core.launch.codegen import written
 from tmm_core.spec.device import interpreting
 from tmm_core.triton.compile import compile_for, hash_after_callees, source
 from tmm_core.triton.interpreted import call_of
-from tmm_core.triton.releases import (
-    CCall,
-    c_call,
-    called_as_known,
-    encode,
-    load_launchers_apart,
-)
+from tmm_core.triton.releases import CCall, c_call, called_as_known, encode, load_launchers_apart
 
 Grid = tuple[int, int, int]
 

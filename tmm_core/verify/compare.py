@@ -212,11 +212,7 @@ class Piece(NamedTuple):
 
 
 def _piece(
-    problem: Problem,
-    inputs: Inputs,
-    rows: torch.Tensor,
-    at: torch.Tensor,
-    cols: torch.Tensor,
+    problem: Problem, inputs: Inputs, rows: torch.Tensor, at: torch.Tensor, cols: torch.Tensor
 ) -> Piece:
     """Return some columns of the product's ``rows``, which are the rows ``at`` of the result."""
     index, given = rows, inputs.rows

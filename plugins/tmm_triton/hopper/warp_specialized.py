@@ -81,11 +81,7 @@ import torch
 from tmm_core import ANY, Anatomy, Problem
 from tmm_triton import reduction_order
 from tmm_triton.hopper import estimate, search_space, tile_shapes
-from tmm_triton.hopper.config import (
-    WarpSpecializedConfig,
-    columns_grouped,
-    main_problem,
-)
+from tmm_triton.hopper.config import WarpSpecializedConfig, columns_grouped, main_problem
 from tmm_triton.hopper.hopper_kernel import warp_specialized_kernel
 from tmm_triton.hopper.kernel_arguments import KernelArguments
 from tmm_triton.hopper.operand_layout import (
