@@ -196,7 +196,7 @@ def record_bytes(record: TuningRecord, checked: bool = False) -> bytes:
 
 
 def write_record(path: Path, data: bytes, environment: Document) -> None:
-    """Write a record's bytes, and its environment if that is absent.
+    """Write a record's bytes, and its environment if that is absent or damaged.
 
     Raises OSError; then the file is unchanged.
     """
@@ -209,9 +209,11 @@ def write_record(path: Path, data: bytes, environment: Document) -> None:
 
 
 def write_environment(folder: Path, environment: Document) -> None:
-    """Write the readable environment of a folder, once, and make the folder. Raises OSError."""
+    """Write the readable environment of a folder, if it is absent or damaged, and make the folder.
+    Raises OSError."""
     path = folder / ENVIRONMENT
-    if not path.exists():
+    faults: list[Fault] = []
+    if read_environment(folder, faults.append) is None and all(each.damaged for each in faults):
         make_folder(folder)
         text = json.dumps(plain(environment), indent=2) + "\n"
         write_atomically(path, text.encode("ascii"))

@@ -191,6 +191,19 @@ def test_a_broken_environment_file_costs_a_warning_and_no_record(
         assert list(store.summaries()) == entries
     assert [(entry.environment, entry.record) for entry in entries] == [(None, record())]
     assert store.load(GPU, ENVIRONMENT, problem()) == record()
+    # Without it no record of the folder could be exported.
+    store.save(GPU, ENVIRONMENT, record(problem(m=2)))
+    assert [entry.environment for entry in store.summaries()] == [ENVIRONMENT] * 2
+
+
+def test_a_folder_in_place_of_an_environment_file_costs_no_record(store: CacheStore) -> None:
+    path = store.save(GPU, ENVIRONMENT, record())
+    assert path is not None
+    path.with_name("environment.json").unlink()
+    path.with_name("environment.json").mkdir()
+    with warned("is not a regular file"):
+        assert store.save(GPU, ENVIRONMENT, record(problem(m=2))) is not None
+        assert [entry.environment for entry in store.summaries()] == [None] * 2
 
 
 def test_a_missing_environment_file_is_no_fault_and_comes_back(store: CacheStore) -> None:

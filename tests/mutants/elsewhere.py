@@ -151,6 +151,10 @@ ELSEWHERE = [
     Mutant("convert-hooks", "nn/activation.py", "        or module._backward_pre_hooks\n", "",
            "a module with a hook is fused and its hook not run",
            ("tests/core/test_nn.py::test_hooks_run_before_and_after_as_in_the_model_itself",)),
+    Mutant("damaged-environment", "tmm_cache/files.py",
+           "if read_environment(folder, faults.append) is None and all(each.damaged for each in faults):",
+           "if not path.exists():", "records beside a damaged environment can never be exported",
+           ("tests/cache/test_cache_faults.py::test_a_broken_environment_file_costs_a_warning_and_no_record",)),
     Mutant("record-before-environment", "tmm_cache/files.py",
            "        write_environment(path.parent, environment)\n"
            "        write_atomically(path, data)\n",
