@@ -3,6 +3,7 @@ correct ones."""
 
 from __future__ import annotations
 
+import itertools
 import random
 import re
 from collections.abc import Callable
@@ -376,6 +377,27 @@ def test_memory_that_a_launcher_may_get_next_holds_no_result(
     data.poison_free_memory()
     assert [(t.shape, t.dtype) for t in soiled] == 2 * [(problem().out_shape, problem().out.dtype)]
     assert all(t.isnan().all() for t in soiled)
+
+
+def test_free_memory_is_poisoned_just_before_a_launcher_allocates_its_result(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    events = []
+    poisoned = DataSets.poison_free_memory
+    monkeypatch.setattr(
+        DataSets, "poison_free_memory", lambda self: (poisoned(self), events.append("poisoned"))
+    )
+
+    def noted(right: Any, *arguments: Any) -> Any:
+        events.append("allocates" if arguments[-1] is None else "writes")
+        return right(*arguments)
+
+    assert Verifier(problem(), CPU).verdict(Faulty(noted).bind(problem(), ANY)).ok
+    before = [first for first, then in itertools.pairwise(events) if then == "allocates"]
+    assert events[0] == "poisoned"
+    # Launches of the same kind are repeated without another check.
+    assert "poisoned" in before
+    assert events.count("poisoned") == before.count("poisoned")
 
 
 @pytest.mark.parametrize("epilogue", ["identity", "silu", "swiglu"])
