@@ -48,7 +48,8 @@ def _int4(t: Any) -> Quantized | None:
         return None
     zero = _zero_points(t)
     if zero is not None:
-        zero = (-zero.float() / t.scale.float()).mT
+        # A group of zeros may have a scale of zero.
+        zero = torch.where(zero == 0, 0.0, -zero.float() / t.scale.float()).mT
     return Quantized(t.qdata, t.scale.mT, zero, format="int4_signed", block=_block(t))
 
 

@@ -164,6 +164,21 @@ def test_int4_that_torchao_wrote(torchao: Any, symmetric: bool) -> None:
     close(tmm_core.linear(x, weight), x.double() @ rounded.double().T)
 
 
+@pytest.mark.parametrize("groups", [[0], [3], [0, 1, 2, 3]])
+def test_groups_of_zeros_that_torchao_wrote(torchao: Any, groups: list[int]) -> None:
+    n, k, group = 24, 256, 64
+    stored = torch.randint(-128, 128, (n, k // 2), dtype=torch.int8)
+    scale = torch.rand(k // group, n).to(BF16) + 0.1
+    zero = torch.randn(k // group, n).to(BF16)
+    scale[groups], zero[groups] = 0, 0
+    weight = torchao.Int4Tensor(stored, scale, zero, [1, group], torch.Size((n, k)))
+    halves = torch.stack([stored << 4 >> 4, stored >> 4], -1).flatten(1).double()
+    apart = halves.unflatten(-1, (-1, group)) * scale.t().double()[..., None]
+    values = (apart + zero.t().double()[..., None]).flatten(1)
+    x = torch.randn(5, k, dtype=BF16)
+    close(tmm_core.linear(x, weight), x.double() @ values.T)
+
+
 def test_zero_points_are_read_again_when_they_change(torchao: Any) -> None:
     from tmm_core import foreign
 
