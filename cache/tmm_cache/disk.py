@@ -200,7 +200,22 @@ def remove_if_empty(folder: Path, root: Path) -> None:
     # `rmdir` refuses a folder that is not empty.
     with suppress(OSError):
         if [path.name for path in folder.iterdir()] == [ENVIRONMENT]:
-            (folder / ENVIRONMENT).unlink()
+            _remove_with_environment(folder)
+            folder = folder.parent
         while root in folder.parents:
             folder.rmdir()
             folder = folder.parent
+
+
+def _remove_with_environment(folder: Path) -> None:
+    """Remove a folder with nothing but its environment. Raises OSError."""
+    path = folder / ENVIRONMENT
+    environment = path.read_bytes() if path.is_file() else None
+    path.unlink()
+    try:
+        folder.rmdir()
+    except OSError:
+        # A save may have found the environment and written its record since.
+        if environment is not None:
+            write_atomically(path, environment)
+        raise

@@ -218,6 +218,31 @@ def test_a_folder_that_a_clear_removes_is_made_again(
     assert len(cleared) == times
 
 
+@pytest.mark.parametrize("moment", ["listed", "unlinked", "never"])
+def test_a_record_saved_during_a_clear_keeps_its_environment(
+    moment: str, store: CacheStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without its environment a record is never exported."""
+    path = store.save(GPU, ENVIRONMENT, record(problem(m=1)))
+    assert path is not None
+    path.unlink()
+    unlink = Path.unlink
+
+    def save_meanwhile(removed: Path, missing_ok: bool = False) -> None:
+        if moment == "listed":
+            store.save(GPU, ENVIRONMENT, record(problem(m=2)))
+        unlink(removed, missing_ok)
+        if moment == "unlinked":
+            store.save(GPU, ENVIRONMENT, record(problem(m=2)))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "unlink", save_meanwhile)
+        disk.remove_if_empty(path.parent, store.root)
+    found = [each.environment for each in store.summaries()]
+    assert found == ([] if moment == "never" else [ENVIRONMENT])
+    assert path.parent.exists() is (moment != "never")
+
+
 @pytest.mark.parametrize(
     ("fault", "attempts"),
     [(FileNotFoundError, 3), (FileExistsError, 3), (PermissionError, 1), (ValueError, 1)],

@@ -105,4 +105,6 @@ CACHE = [
            "with suppress(FileExistsError):", "a `clear` at the same time costs a miss or a lock, with a warning", (REMOVAL,)),
     Mutant("cache-cleared-lock", "tmm_cache/store.py", "lock = repeated(acquired)", "lock = acquired()",
            "a `clear` at the same time costs a lock, with a warning", (REMOVAL,)),
+    Mutant("cache-cleared-environment", "tmm_cache/disk.py", "        if environment is not None:\n", "        if False:\n",
+           "a record that is saved during a `clear` is never exported", (REMOVAL,)),
 ]  # fmt: skip
