@@ -137,12 +137,17 @@ class _Document(Struct):
 def _items(data: bytes) -> Iterator[tuple[Key, tuple[Document, dict[str, Any]]]]:
     """Yield the key, environment and document of each record; only the key is checked."""
     document: _Document = decoded(unsealed(data, required=True), _Document)
+    seen: set[Key] = set()
     for place, item in enumerate(document.records):
         if len(canonical(item.environment)) > MAX_ENVIRONMENT_BYTES:
             raise ValueError(f"records[{place}] has too large an environment")
         if not isinstance(problem := item.record.get("problem"), dict):
             raise ValueError(f"records[{place}] lacks a problem")
-        yield (item.gpu, digest(item.environment), digest(problem)), (item.environment, item.record)
+        key = item.gpu, digest(item.environment), digest(problem)
+        if key in seen:  # which of the two was tested is unknown
+            raise ValueError(f"records[{place}] is the second record of {key[2]}")
+        seen.add(key)
+        yield key, (item.environment, item.record)
 
 
 @dataclass(slots=True)
@@ -160,8 +165,9 @@ def import_records(file: Path, root: Path, force: bool) -> Imported:
     """Write a document's records into a root, unless the root has one at least as new.
 
     `force` overwrites newer ones too. An invalid record is left out, and so is one created in the
-    future, which would win over every record tuned until then. Raises UsageError, with nothing
-    written, for a file that is not a transport document, OSError if the root can't be used.
+    future, which would win over every record tuned until then. For the same reason a record of the
+    root that was created in the future is replaced. Raises UsageError, with nothing written, for a
+    file that is not a transport document, OSError if the root can't be used.
     """
     imported = Imported()
     latest = datetime.now(timezone.utc) + CLOCK_SKEW
@@ -179,7 +185,7 @@ def import_records(file: Path, root: Path, force: bool) -> Imported:
                 if unread[0].of_folder:
                     raise OSError(f"{unread[0].path} {unread[0].reason}")
                 imported.faults.append(f"{key[2]}: {unread[0].path} {unread[0].reason}")
-            elif present is not None and present.created_at >= record.created_at:
+            elif present is not None and record.created_at <= present.created_at <= latest:
                 imported.kept += 1
             else:
                 write_record(path, record_bytes(record, checked=True), environment)

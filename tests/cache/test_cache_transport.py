@@ -337,6 +337,30 @@ def test_import_keeps_newer_records_unless_forced(
     assert note_after("2026-01-06T00:00:00Z", "--force") == "theirs"
 
 
+@pytest.mark.parametrize(
+    ("ahead", "kept"), [(timedelta(days=2), False), (timedelta(hours=2), True), (timedelta(0), True)]
+)
+def test_a_record_that_a_wrong_clock_made_is_no_newer_one(
+    ahead: timedelta, kept: bool, target: CacheStore, file: Path
+) -> None:
+    """It would win over every import until that day."""
+    target.save(GPU, ENVIRONMENT, record(created=made(-ahead), mark="mine"))
+    write(file, item(record(created=made(timedelta(minutes=5)), mark="theirs")))
+    assert import_into(target, file) == 0
+    found = target.load(GPU, ENVIRONMENT, problem())
+    assert found is not None
+    assert mark_of(found) == ("mine" if kept else "theirs")
+
+
+def test_one_problem_on_two_gpus_and_in_two_environments_is_imported(
+    target: CacheStore, file: Path
+) -> None:
+    others = item(record(), gpu="another"), item(record(), environment=OLDER_ENVIRONMENT)
+    write(file, item(record()), *others)
+    assert import_into(target, file) == 0
+    assert len([*target.summaries()]) == 3
+
+
 def test_import_mends_a_damaged_record(target: CacheStore, file: Path) -> None:
     path = target.save(GPU, ENVIRONMENT, record(created="2030-01-01T00:00:00Z"))
     assert path is not None
@@ -356,6 +380,7 @@ def test_import_mends_a_damaged_record(target: CacheStore, file: Path) -> None:
         item(record(), environment={"torch": "x" * 2**14}),
         {**item(record()), "record": {}},
         {**item(record()), "record": {"problem": "../../evil"}},
+        item(record(problem(m=2), mark="another")),
         [],
     ],
     ids=str,
