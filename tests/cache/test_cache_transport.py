@@ -338,7 +338,8 @@ def test_import_keeps_newer_records_unless_forced(
 
 
 @pytest.mark.parametrize(
-    ("ahead", "kept"), [(timedelta(days=2), False), (timedelta(hours=2), True), (timedelta(0), True)]
+    ("ahead", "kept"),
+    [(timedelta(days=2), False), (timedelta(hours=2), True), (timedelta(0), True)],
 )
 def test_a_record_that_a_wrong_clock_made_is_no_newer_one(
     ahead: timedelta, kept: bool, target: CacheStore, file: Path
