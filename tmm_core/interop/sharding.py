@@ -37,7 +37,7 @@ from torch.distributed.tensor.placement_types import Placement
 from tmm_core import compat, formats
 from tmm_core.errors import TmmWarning
 from tmm_core.formats import grids
-from tmm_core.interop import grouped_operator, operator
+from tmm_core.interop import fallbacks, grouped_operator, operator
 from tmm_core.interop.autograd_state import recorded
 from tmm_core.launch import warm
 from tmm_core.launch.grouped_call import ragged_along
@@ -208,9 +208,12 @@ _decided: dict[Any, Any] = {}
 _MOST_DECIDED = 4096
 
 
-def _decide(call: Arguments, kind: Any, transposed: bool) -> torch.Tensor:
-    """Return the result of the operator itself. Later calls of this kind have its placements."""
+def _decide(call: Arguments, kind: Any, transposed: bool) -> torch.Tensor | None:
+    """Return the result of the operator itself. Later calls of this kind have its placements. None
+    if the bias has to be given another form first."""
     call = call._replace(b=call.b.t()) if transposed else call
+    if fallbacks.needs_fallback(*call[:4]):
+        return None
     y: Any = operator.matmul(*call[:-1])
     given: list[Any] = [t for t in (call.a, call.b, call.bias, call.residual) if t is not None]
     specs = [compat.dtensor_spec(t) for t in given]
