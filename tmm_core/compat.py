@@ -82,8 +82,15 @@ deterministic = private(
 )
 #: 1 if a tensor's elements share memory, 2 if unknown, which the fallback always returns.
 internal_overlap = private("torch._debug_has_internal_overlap", _always(2))
+_uses_of_storage = private("torch._C._storage_Use_Count", _always(3))
 #: The factory of a context in which no mode sees torch's calls.
 without_modes: Any = private("torch.utils._python_dispatch._disable_current_modes", nullcontext)
+
+
+def holds_storage_alone(t: torch.Tensor) -> bool:
+    """Whether no other tensor uses the storage of ``t``; False if this torch does not tell."""
+    storage: Any = t.untyped_storage()
+    return bool(_uses_of_storage(storage._cdata) <= 2)  # t and ``storage``
 
 
 # -- derivatives, transforms and autocast (interop) ----------------------------------------------
@@ -250,6 +257,11 @@ def dtensor() -> Any:
     """The class of sharded tensors. If this process has not imported it, ``()``: no tensor is an
     instance. The import takes 1.5 s."""
     return getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
+
+
+def fsdp_module() -> Any:
+    """The class of modules that FSDP2 sharded; ``()``, as :func:`dtensor`, if not imported."""
+    return getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
 
 
 def schema_info() -> Any:

@@ -97,6 +97,7 @@ GROUPS = (
         "torch._C._is_any_autocast_enabled",
         "torch._C._are_functorch_transforms_active",
         "torch._debug_has_internal_overlap",
+        "torch._C._storage_Use_Count",
     ),
     (
         "torch._C._len_torch_dispatch_stack",

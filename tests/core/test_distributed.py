@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import re
@@ -35,11 +36,13 @@ from ranks import (
     spell,
 )
 from tmm_cache import CacheStore
+from torch import nn
 
 import tmm_core
 import tmm_core.tools.ranks
 from tmm_core import dispatch
 from tmm_core.launch import warm
+from tmm_core.nn import convert
 from tmm_core.tuning.tuner import Tuner
 
 ROOT = Path(__file__).parent.parent.parent
@@ -142,6 +145,84 @@ GROUPED = {
     "M of sums": (((8, 12), (12, 4)), ("S0", "R", "S1"), {}),
     "M of columns": (((3, 8, 16), (16, 12)), ("S1", "R", "S0"), {}),
 }
+
+
+def bias_of_shards(shape: tuple[int, ...], placed: str, epilogue: str | None) -> float:
+    """The error of a product of shards whose bias broadcasts to it."""
+    from torch.distributed.tensor import distribute_tensor, init_device_mesh
+
+    mesh = init_device_mesh("cpu", (4,))
+    chance = torch.Generator().manual_seed(7)
+    whole = [torch.randn(n, generator=chance).double() for n in ((6, 5, 8), (12, 8), shape)]
+    sharded = [
+        distribute_tensor(t, mesh, placements(text))
+        for t, text in zip(whole, ("S0", "R", placed), strict=True)
+    ]
+    y = tmm_core.linear(*sharded, epilogue=epilogue)
+    expected = tmm_core.linear(*whole, epilogue=epilogue)
+    return float((y.full_tensor() - expected).abs().max() / expected.abs().max())
+
+
+@pytest.mark.parametrize(
+    ("shape", "placed", "epilogue"),
+    [((), "R", None), ((5, 12), "S1", "silu"), ((6, 5, 12), "S0", None)],
+)
+def test_a_bias_of_shards_broadcasts(
+    world: World, shape: tuple[int, ...], placed: str, epilogue: str | None
+) -> None:
+    assert max(world.run(bias_of_shards, shape, placed, epilogue)) < 1e-14
+
+
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj = nn.Linear(8, 12), nn.Linear(8, 12)
+        self.down_proj = nn.Linear(12, 8)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+def trained_under_fsdp(axes: int, reshards: bool) -> float:
+    """The largest difference between a gated MLP that FSDP gathers and the same MLP alone, while
+    both are trained. Of two axes of the mesh, the second divides the columns of gate and up.
+    """
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import init_device_mesh
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
+    torch.manual_seed(8)
+    alone = nn.Sequential(Gated(), nn.Linear(8, 8)).double()
+    model = copy.deepcopy(alone)
+    x = torch.randn(3, 8).double()
+    if axes == 2:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "columns"))
+        convert(model)
+        plan = {"0.gate_proj": ColwiseParallel(), "0.up_proj": ColwiseParallel()}
+        parallelize_module(model, mesh["columns"], {**plan, "0.down_proj": RowwiseParallel()})
+        fully_shard(model, mesh=mesh["data"], reshard_after_forward=reshards)
+    else:
+        fully_shard(model, mesh=init_device_mesh("cpu", (4,)), reshard_after_forward=reshards)
+        with torch.no_grad():
+            model(x)
+        convert(model)
+    worst = 0.0
+    for _ in range(3):
+        worst = max(worst, float((model(x) - alone(x)).abs().max()))
+        for each in (model, alone):
+            each(x).square().sum().backward()
+            torch.optim.SGD(each.parameters(), lr=0.01).step()
+            each.zero_grad()
+    return worst
+
+
+@pytest.mark.parametrize(("axes", "reshards"), [(2, True), (2, False), (1, False)])
+def test_weights_that_fsdp_gathers_are_not_moved(world: World, axes: int, reshards: bool) -> None:
+    assert max(world.run(trained_under_fsdp, axes, reshards)) < 1e-12
 
 
 def grouped(name: str) -> tuple[str, str, float]:

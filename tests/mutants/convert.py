@@ -23,6 +23,12 @@ LATER = f"{REPLACED}::test_what_is_replaced_later_counts"
 PACKED = "tests/core/test_packed_layers.py"
 
 CONVERTED = [
+    Mutant("convert-gathered-shards", "nn/gated_layers.py", "whole(shard) and compat.holds_storage_alone(shard)",
+           "whole(shard)", "shards that FSDP gathers keep the weights of the first step",
+           (f"{RANKS}::test_weights_that_fsdp_gathers_are_not_moved",)),
+    Mutant("convert-gathered-weights", "nn/convert.py", "            module.reshard()", "            pass",
+           "weights that FSDP gathered before the conversion are never gathered again",
+           (f"{RANKS}::test_weights_that_fsdp_gathers_are_not_moved",)),
     Mutant("convert-packed-order", "nn/packed_linear.py",
            "            x = x.index_select(-1, order)\n", "            pass\n",
            "activation order is ignored", (f"{PACKED}::test_layers",)),

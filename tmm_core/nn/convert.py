@@ -18,6 +18,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from tmm_core import compat
 from tmm_core.errors import reraise, warn
 from tmm_core.nn import (
     conv1d,
@@ -118,6 +119,10 @@ def convert(
         stored_weights.quantised(one, weights)  # refused before anything changes
     if activations not in (None, "fp8"):
         raise ValueError(f'convert(): activations are rounded to "fp8" or not, not {activations!r}')
+    for module in model.modules():
+        if isinstance(module, compat.fsdp_module()):
+            # The weights that a forward gathered are FSDP's buffers, and look like plain weights.
+            module.reshard()
     return _Conversion(model, static_weights, weights, activations is not None).run()
 
 

@@ -84,8 +84,8 @@ class GatedMLP(Together):
     * In training, in a compiled graph or under ``torch.func``.
 
     If ``ColwiseParallel`` sharded gate and up, they are one product of each rank's shards, except
-    under autocast and in compiled graphs. ``torch.save`` of one of the two parameters writes the
-    storage of both; of its ``state_dict`` entry, only its own.
+    under FSDP and autocast and in compiled graphs. ``torch.save`` of one of the two parameters
+    writes the storage of both; of its ``state_dict`` entry, only its own.
     """
 
     #: Addresses of the shards when they were last joined.
@@ -180,7 +180,7 @@ class GatedMLP(Together):
         ):
             return
         for first, second in zip(of_gate, of_up, strict=True):
-            if whole(first) and whole(second) and first.shape == second.shape:
+            if first.shape == second.shape and all(map(_movable, (first, second))):
                 move_together(first, second)
         # Tried once per set of addresses: shards that could not be joined are not retried.
         self._shards_seen = [t.data_ptr() for t in (*of_gate, *of_up)]
@@ -197,6 +197,12 @@ class GatedMLP(Together):
 
 
 SwiGLU = GatedMLP
+
+
+def _movable(shard: Tensor) -> bool:
+    """Whether a shard has a storage to itself. FSDP gathers a shard into a buffer that it writes
+    again in later calls: a shard that was moved away from it would keep the old values."""
+    return whole(shard) and compat.holds_storage_alone(shard)
 
 
 def _sharded(layer: Any) -> bool:
