@@ -3,8 +3,9 @@
 A file of notes belongs to one state: versions, sizes and times of files, environment variables. Its
 name is a digest of that state, so another state uses another file. Each note is a line, appended in
 a single write, so any number of processes can share a file without a lock. Damaged or torn lines
-are ignored. A file is neither read nor written if others than the user may have written it, its
-folder or its root. Nothing here warns, and only `write` raises OSError.
+are ignored. A full file of replaced or repeated notes is replaced by the latest ones. A file is
+neither read nor written if others than the user may have written it, its folder or its root.
+Nothing here warns, and only `write` raises OSError.
 """
 
 from __future__ import annotations
@@ -17,7 +18,16 @@ from typing import Final
 
 from tmm_base.guards import reraise, suppress
 
-from tmm_cache.disk import append_line, closing, make_folder, open_regular, read_all, repeated
+from tmm_cache.disk import (
+    append_line,
+    closing,
+    make_folder,
+    open_regular,
+    read_all,
+    repeated,
+    touch,
+    write_atomically,
+)
 from tmm_cache.fields import parse
 from tmm_cache.keys import JSON, canonical
 from tmm_cache.ownership import foreign, foreign_file, is_shared
@@ -67,14 +77,27 @@ class Notes:
         # Checked each time: others may have been given write permission since.
         if self.foreign is not None or foreign(self._root) is not None:
             return
-        line = canonical([about, value]).encode("ascii")
+        line = _line(about, value)
 
         def append() -> bool:
             make_folder(self.path.parent)
-            return append_line(self.path, line, MAX_BYTES)
+            return append_line(self.path, line, MAX_BYTES) or self._rewritten(about, value)
 
         if not repeated(append):
             raise OSError("it is full")
+
+    def _rewritten(self, about: str, value: JSON) -> bool:
+        """Replace the full file by the latest notes, those of other processes too, and this one;
+        False if they would fill more than half of it. Raises OSError."""
+        self._read()
+        self._notes[about] = value
+        notes = list(self._notes.items())  # another thread may add one
+        with suppress(RecursionError):  # a damaged note
+            data = b"".join(b"\n" + _line(*note) for note in notes)
+            if self.foreign is None and len(data) <= MAX_BYTES // 2:
+                write_atomically(self.path, data)
+                return True
+        return False
 
     def _read(self) -> None:
         with closing(open_regular(self.path, os.O_RDONLY)) as handle:
@@ -86,6 +109,12 @@ class Notes:
                 note = parse(line)
                 if isinstance(note, list) and len(note) == 2 and isinstance(note[0], str):
                     self._notes[note[0]] = note[1]
+        if self.foreign is None:
+            touch(self.path)
+
+
+def _line(about: str, value: JSON) -> bytes:
+    return canonical([about, value]).encode("ascii")
 
 
 def stamp(paths: Iterable[str | os.PathLike[str]]) -> list[JSON]:

@@ -35,7 +35,8 @@ DIGEST: Final = re.compile(_HEX)
 RECORD: Final = re.compile(rf"{_HEX}\.json")
 NOTE_FILE: Final = re.compile(r"[a-z]+-[0-9a-f]{64}\.jsonl")
 LOCK: Final = re.compile(rf"{_HEX}\.json{re.escape(LOCK_SUFFIX)}")
-TEMPORARY: Final = re.compile(rf"({_HEX}|environment)\.json\.[0-9]+-[0-9a-f]{{8}}\.tmp")
+_REPLACED: Final = rf"({_HEX}\.json|environment\.json|{NOTE_FILE.pattern})"
+TEMPORARY: Final = re.compile(rf"{_REPLACED}\.[0-9]+-[0-9a-f]{{8}}\.tmp")
 
 
 def temporary_name(name: str) -> str:

@@ -118,6 +118,50 @@ def test_notes_stop_at_their_limit(store: CacheStore) -> None:
     assert later.get("beyond") is None
 
 
+@pytest.mark.parametrize(("different", "fits"), [(1, True), (4, True), (90, False)])
+def test_a_full_file_of_repeated_notes_takes_further_ones(
+    store: CacheStore, monkeypatch: pytest.MonkeyPatch, different: int, fits: bool
+) -> None:
+    """Every rank notes the same, and a note replaces an older one. A file that stayed full would
+    cost a verification in every later process."""
+    monkeypatch.setattr(notes, "MAX_BYTES", 1000)
+    early = Notes("verified", None, store.root)
+    for turn in range(90):
+        Notes("verified", None, store.root).add(f"size {turn % different}", turn)
+    late = "longer than a rest that has no room for a size"
+    early.add("late", late)
+    later = Notes("verified", None, store.root)
+    assert later.get("late") == (late if fits else None)
+    assert later.get("size 0") is not None
+    assert later.path.stat().st_size <= 1000
+    assert [path.name for path in later.path.parent.iterdir()] == [later.path.name]
+
+
+def test_a_full_file_that_others_may_have_written_is_not_rewritten(
+    store: CacheStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(notes, "MAX_BYTES", 100)
+    own = Notes("verified", None, store.root)
+    for turn in range(8):
+        own.add("x", turn)
+    own.path.chmod(0o622)
+    before = own.path.read_bytes()
+    for turn in range(8):
+        own.add("x", -turn)
+    assert own.path.read_bytes().startswith(before)
+
+
+@pytest.mark.parametrize(("days", "noted"), [(0.9, False), (1.1, True), (-1.1, True)])
+def test_notes_that_are_read_are_in_use(store: CacheStore, days: float, noted: bool) -> None:
+    """Otherwise a full cache drops the notes that each process reads before records that none
+    reads, and with them the arithmetic that restarts agree on."""
+    Notes("arithmetic", None, store.root).add("x", 1)
+    path = Notes("arithmetic", None, store.root).path
+    set_mtime(path, time.time() - days * DAY)
+    assert Notes("arithmetic", None, store.root).get("x") == 1
+    assert (abs(path.stat().st_mtime - time.time()) < 60) is noted
+
+
 def test_what_a_link_names_is_replaced_and_the_link_stays(
     store: CacheStore, tmp_path: Path
 ) -> None:

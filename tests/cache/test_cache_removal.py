@@ -84,6 +84,9 @@ def test_notes_go_with_everything(filled: CacheStore, capsys: Captured) -> None:
     assert files_under(filled.root) == {"notes/mine.txt"}
     (filled.root / "notes" / "mine.txt").unlink()
     fresh.touch()
+    stale = fresh.with_name(f"{fresh.name}.1-00000000.tmp")
+    stale.touch()
+    os.utime(stale, (time.time() - 7200,) * 2)
     assert main(["clear", "-y"]) == 0
     assert os.listdir(filled.root) == []
 

@@ -110,6 +110,10 @@ CACHE = [
            "with suppress(FileExistsError):", "a `clear` at the same time costs a miss or a lock, with a warning", (REMOVAL,)),
     Mutant("cache-cleared-lock", "tmm_cache/store.py", "lock = repeated(acquired)", "lock = acquired()",
            "a `clear` at the same time costs a lock, with a warning", (REMOVAL,)),
+    Mutant("cache-notes-full", "tmm_cache/notes.py", " or self._rewritten(about, value)", "",
+           "a file full of repeated notes takes no further ones", (LIMITS,)),
+    Mutant("cache-notes-use", "tmm_cache/notes.py", "            touch(self.path)\n", "            pass\n",
+           "notes that each process reads are removed before records that none reads", (LIMITS,)),
     Mutant("cache-cleared-environment", "tmm_cache/disk.py", "        if environment is not None:\n", "        if False:\n",
            "a record that is saved during a `clear` is never exported", (REMOVAL,)),
 ]  # fmt: skip

@@ -57,6 +57,7 @@ def _every_file(root: Path, report: Report) -> Iterator[Path]:
         yield from (path for path in locks if not path.with_suffix("").exists())
         yield from leftovers(folder)
     yield from files(root / NOTES, NOTE_FILE)
+    yield from leftovers(root / NOTES)
 
 
 def _remove(root: Path, path: Path) -> bool:
