@@ -177,10 +177,16 @@ class CacheStore:
         return True
 
     def _write_again(self) -> None:
-        """Write the records that could not be written, up to the first that still cannot."""
-        for each in [*self._unwritten.values()]:
+        """Write the records that could not be written, up to the first that still cannot. One that
+        another process measured later replaces it."""
+        for path, each in [*self._unwritten.items()]:
             assert each.environment is not None  # only a file's may be missing
-            if self.save(each.gpu, each.environment, each.record) is None:
+            if not self._warnings.may_write():  # then nobody's records there replace it
+                return
+            present = read_record(path, warn_of)
+            if present is not None and present.created_at > each.record.created_at:
+                self._unwritten.pop(path, None)
+            elif self.save(each.gpu, each.environment, each.record) is None:
                 return
 
     def hold(self, gpu: str, environment: Document, record: TuningRecord) -> None:

@@ -501,5 +501,32 @@ def test_a_record_that_was_written_late_answers_until_a_newer_one_is_written(
     assert [mark_of(entry.record) for entry in store.summaries()] == [mark]
 
 
+@pytest.mark.parametrize(
+    ("day", "shared", "mark"),
+    [(1, False, "late"), (2, False, "late"), (3, False, "theirs"), (3, True, "late")],
+)
+def test_a_record_that_is_written_late_replaces_no_newer_one(
+    store: CacheStore, monkeypatch: pytest.MonkeyPatch, day: int, shared: bool, mark: str
+) -> None:
+    """Another process wrote that one. In a folder that others can write, it counts no more than a
+    layer's."""
+    with monkeypatch.context() as broken:
+        broken.setattr(store_module, "write_record", _refused)
+        with warned("cannot be written"):
+            store.save(GPU, ENVIRONMENT, record(created="2026-01-02T00:00:00Z", mark="late"))
+    theirs = record(created=f"2026-01-0{day}T00:00:00Z", mark="theirs")
+    CacheStore(store.root).save(GPU, ENVIRONMENT, theirs)
+    if shared:
+        store.root.chmod(0o777)
+        warnings.simplefilter("ignore")
+    for _ in range(2):
+        found = store.load(GPU, ENVIRONMENT, problem())
+        assert found is not None
+        assert mark_of(found) == mark
+    stored = CacheStore(store.root).load(GPU, ENVIRONMENT, problem())
+    assert stored is not None
+    assert mark_of(stored) == ("theirs" if shared else mark)
+
+
 def _refused(*_: Any) -> None:
     raise PermissionError(errno.EACCES, "Permission denied")

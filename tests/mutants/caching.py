@@ -24,6 +24,8 @@ CACHE = [
            "a record that no disk could take has no problem for neighbours", ("tests/cache/test_cache_summaries.py",)),
     Mutant("cache-unwritten-lost", "tmm_cache/store.py", "        self._write_again()\n", "",
            "records that a full disk refused are lost although it has space again", ("tests/cache/test_cache_faults.py",)),
+    Mutant("cache-unwritten-older", "tmm_cache/store.py", "present.created_at > each.record.created_at", "False",
+           "a record that is written late replaces the newer one of another process", ("tests/cache/test_cache_faults.py",)),
     Mutant("cache-unwritten-late", "tmm_cache/store.py", "        self._unwritten.pop(saved.path, None)\n", "",
            "a record that was written late is written by each further load", ("tests/cache/test_cache_faults.py",)),
     Mutant("cache-unwritten-held", "tmm_cache/store.py", "self._unwritten[saved.path] = saved",
