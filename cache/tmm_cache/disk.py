@@ -8,6 +8,7 @@ refused, without blocking.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import stat
 import time
@@ -88,7 +89,8 @@ def append_line(path: Path, line: bytes, most: int) -> bool:
     with closing(open_regular(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)) as handle:
         if os.fstat(handle).st_size + 1 + len(line) > most:
             return False
-        os.write(handle, b"\n" + line)
+        if os.write(handle, b"\n" + line) <= len(line):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     return True
 
 

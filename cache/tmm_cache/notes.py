@@ -52,6 +52,8 @@ class Notes:
         #: user can have written it.
         self.foreign = foreign(root)
         self._notes: dict[str, JSON] = {}
+        #: Whether the latest notes alone fill the file.
+        self._is_full = False
         if self.foreign is None:
             with suppress(OSError):
                 self._read()
@@ -88,7 +90,9 @@ class Notes:
 
     def _rewritten(self, about: str, value: JSON) -> bool:
         """Replace the full file by the latest notes, those of other processes too, and this one;
-        False if they would fill more than half of it. Raises OSError."""
+        False if they would fill more than half of it, now or before. Raises OSError."""
+        if self._is_full:
+            return False
         self._read()
         self._notes[about] = value
         notes = list(self._notes.items())  # another thread may add one
@@ -97,6 +101,7 @@ class Notes:
             if self.foreign is None and len(data) <= MAX_BYTES // 2:
                 write_atomically(self.path, data)
                 return True
+        self._is_full = True
         return False
 
     def _read(self) -> None:

@@ -98,6 +98,18 @@ def test_a_write_that_is_cut_short_is_continued(
     assert CacheStore(store.root, []).load(GPU, ENVIRONMENT, problem()) == record()
 
 
+@pytest.mark.parametrize("missing", [1, 100, 200])
+def test_a_note_that_is_cut_short_is_reported(
+    store: CacheStore, monkeypatch: pytest.MonkeyPatch, missing: int
+) -> None:
+    """A disk that is almost full takes a part of it. `tmm tune --misses` would not know of it."""
+    write = os.write
+    monkeypatch.setattr(disk.os, "write", lambda handle, data: write(handle, data[:-missing]))
+    with warned("No space left on device"):
+        store.log_miss(GPU, ENVIRONMENT, problem())
+    assert CacheStore(store.root, []).misses() == []
+
+
 def test_a_line_is_appended_up_to_the_last_byte_of_the_limit(tmp_path: Path) -> None:
     log = tmp_path / "log"
     assert disk.append_line(log, b"1234", 10)
@@ -134,6 +146,10 @@ def test_a_full_file_of_repeated_notes_takes_further_ones(
     assert later.get("late") == (late if fits else None)
     assert later.get("size 0") is not None
     assert later.path.stat().st_size <= 1000
+    with monkeypatch.context() as patched:
+        patched.setattr(early, "_read", lambda: pytest.fail("a full file is read for each note"))
+        if not fits:
+            early.add("later", late)
     assert [path.name for path in later.path.parent.iterdir()] == [later.path.name]
 
 
