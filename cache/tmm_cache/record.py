@@ -72,8 +72,7 @@ def _median(samples: Sequence[float]) -> float | None:
 
 def _blas_us(candidates: Iterable[CandidateResult | _Timed]) -> float | None:
     """Return the best median of the BLAS candidates; None if none was timed."""
-    blas = [each for each in candidates if each.kernel == "blas" or each.kernel.startswith("blas.")]
-    medians = [each.median_us for each in blas]
+    medians = [each.median_us for each in candidates if each.kernel == "blas"]
     return min((median for median in medians if median is not None), default=None)
 
 

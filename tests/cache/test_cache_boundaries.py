@@ -210,13 +210,27 @@ def test_a_file_of_notes_grows_to_one_mebibyte(tmp_path: Path) -> None:
     for size, fits in ((2**20 - len(line), True), (2**20 - len(line) + 1, False)):
         path.write_bytes(b"")
         os.truncate(path, size)
-        notes = Notes("x", None, tmp_path)
-        if fits:
+        Notes("x", None, tmp_path).write("a", 1)
+        # A full file is replaced by its notes. These zeros are none.
+        assert path.stat().st_size == (2**20 if fits else len(line))
+
+
+@pytest.mark.parametrize(("size", "fits"), [(2**19, True), (2**19 + 1, False)])
+def test_notes_that_fill_half_a_full_file_are_the_most_that_are_kept(
+    tmp_path: Path, size: int, fits: bool
+) -> None:
+    first, last = b'\n["x","%s"]', b'\n["a",1]'
+    first %= b"y" * (size - len(first) - len(last) + 2)
+    path = Notes("x", None, tmp_path).path
+    path.parent.mkdir()
+    path.write_bytes(first + b"\n" * (2**20 - len(first)))
+    notes = Notes("x", None, tmp_path)
+    if fits:
+        notes.write("a", 1)
+    else:
+        with pytest.raises(OSError, match="it is full"):
             notes.write("a", 1)
-        else:
-            with pytest.raises(OSError, match="it is full"):
-                notes.write("a", 1)
-        assert path.stat().st_size == (2**20 if fits else size)
+    assert path.read_bytes() == (first + last if fits else first.ljust(2**20, b"\n"))
 
 
 def test_the_checksum_is_of_the_bytes_however_they_spell_a_number() -> None:

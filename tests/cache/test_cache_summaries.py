@@ -157,3 +157,13 @@ def test_a_winner_that_was_not_timed_has_no_speedup(
         for each, time in zip(record().candidates, (blas_us, us), strict=False)
     )
     assert record(candidates=(blas, best), winner=1).speedup == speedup
+
+
+@pytest.mark.parametrize("name", ["blas.faster", "blas.", "Blas"])
+def test_a_kernel_whose_name_begins_like_blas_is_not_blas(store: CacheStore, name: str) -> None:
+    """It would be compared with itself."""
+    blas, best = record().candidates[:2]
+    named = record(candidates=(blas, replace(best, kernel=name)))
+    store.save(GPU, ENVIRONMENT, named)
+    [brief] = briefs(store.root, pytest.fail)
+    assert brief.record.speedup == named.speedup == 21.0 / 11.5

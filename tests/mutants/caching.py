@@ -112,6 +112,8 @@ CACHE = [
            "with suppress(FileExistsError):", "a `clear` at the same time costs a miss or a lock, with a warning", (REMOVAL,)),
     Mutant("cache-cleared-lock", "tmm_cache/store.py", "lock = repeated(acquired)", "lock = acquired()",
            "a `clear` at the same time costs a lock, with a warning", (REMOVAL,)),
+    Mutant("cache-blas-name", "tmm_cache/record.py", 'if each.kernel == "blas"]', 'if each.kernel.startswith("blas")]',
+           "a plugin's kernel is compared with itself", ("tests/cache/test_cache_summaries.py",)),
     Mutant("cache-notes-torn", "tmm_cache/disk.py", "<= len(line):", "< 0:",
            "a note of which a disk takes a part is lost without a word", (LIMITS,)),
     Mutant("cache-notes-full", "tmm_cache/notes.py", " or self._rewritten(about, value)", "",
