@@ -209,11 +209,26 @@ class CacheStore:
     def summaries(self, gpu: str | None = None) -> Iterator[Summary[TuningRecord]]:
         """Yield every record: those in memory, then the root's, then each layer's, by path.
 
-        Records hidden by a nearer layer are included. Faults are skipped with a warning.
+        Records hidden by a nearer layer are included. Faults are skipped with a warning. Under
+        `TMM_REQUIRE_LOCKED=1` they are the lock file's, with paths as if it were a folder.
         """
+        if self.locked:
+            yield from self._in_lock_file(gpu)
+            return
         kept = self._all_kept()
         yield from (each for each in kept.values() if gpu in (None, each.gpu))
         yield from self._on_disk(partial(summaries, report=warn_of, gpu=gpu), kept)
+
+    def _in_lock_file(self, gpu: str | None) -> Iterator[Summary[TuningRecord]]:
+        lock = self._locked_file()
+        for key, environment, record in () if lock is None else lock.records():
+            if gpu not in (None, key[0]):
+                continue
+            if isinstance(record, Fault):
+                warn_of(record)
+            else:
+                path = record_path(self.lock_path, *key)
+                yield Summary(path, self.lock_path, environment, record)
 
     def problems(self) -> Iterator[Summary[Document]]:
         """Like `summaries`, with the problem of each record."""

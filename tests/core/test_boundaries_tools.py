@@ -7,6 +7,7 @@ import contextlib
 import json
 import signal
 import subprocess
+import warnings
 import zipfile
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -19,7 +20,8 @@ import pytest
 import torch
 from fakes import DEVICE, FakeConfig, FakeKernel, problem, register
 from tmm_base import UsageError
-from tmm_cache import CacheStore, CandidateResult, Miss
+from tmm_cache import CacheStore, CacheWarning, CandidateResult, Miss
+from tmm_cache import cli as cache_cli
 
 from tmm_core import Operand, Traits, dispatch, settings
 from tmm_core.bench import quick, report
@@ -1021,6 +1023,50 @@ def test_records_of_these_versions_answer_and_the_nearest_of_each_problem(tmp_pa
         (1, True),
         (4, False),
     ]
+
+
+@pytest.mark.parametrize("damage", [None, "", "{}", "{"])
+def test_records_answer_without_their_readable_environment(
+    tmp_path: Path, damage: str | None
+) -> None:
+    """`tmm verify` would pass them over without a word, and a call would use them."""
+    store = CacheStore(tmp_path, [])
+    saved(store, H200, 1)
+    [path] = tmp_path.rglob("environment.json")
+    if damage is None:
+        path.unlink()
+    else:
+        path.write_text(damage)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", CacheWarning)
+        assert [each.record.problem["m"] for each in verify.answering(store, H200)] == [1]
+
+
+@pytest.mark.parametrize("locked", ["1", "0"])
+def test_records_of_the_lock_file_are_verified_where_it_alone_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, locked: str
+) -> None:
+    store = CacheStore(tmp_path, [])
+    saved(store, H200, 1)
+    saved(store, replace(H200, torch="1"), 2)
+    saved(store, replace(H200, name="another"), 4)
+    assert cache_cli.main(["--cache-dir", str(tmp_path), "freeze"]) == 0
+    saved(store, H200, 8)
+    monkeypatch.setenv("TMM_REQUIRE_LOCKED", locked)
+    deployed = CacheStore(tmp_path, [])
+    found = [each.record.problem["m"] for each in verify.answering(deployed, H200)]
+    assert sorted(found) == ([1] if locked == "1" else [1, 8])
+    monkeypatch.setattr(verify, "shipped_layers", lambda: (tmp_path,))
+    assert verify.current(H200)[0] == 2
+
+
+def test_an_absent_lock_file_is_reported_by_what_lists_its_records(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(CacheStore(tmp_path, []), H200, 1)
+    monkeypatch.setenv("TMM_REQUIRE_LOCKED", "1")
+    with pytest.warns(CacheWarning, match="there is no such file"):
+        assert verify.answering(CacheStore(tmp_path, []), H200) == []
 
 
 def test_shipped_records_of_changed_kernels_are_not_usable(

@@ -20,6 +20,7 @@ from typing import Any, Literal
 import torch
 from tmm_base import console
 from tmm_base.console import DONE, FOUND, print_json
+from tmm_cache.keys import digest
 from tmm_cache.ownership import foreign, foreign_below
 from tmm_cache.paths import NOTES
 
@@ -225,7 +226,8 @@ def _cache(device: torch.device) -> Iterator[Finding]:
         else:
             advice = "correct TMM_CACHE_PATH"
             yield Finding("cache layer", "problem", f"{layer} is not a readable folder", advice)
-    same = [each.environment == gpu.environment for each in store.summaries(gpu.gpu)]
+    environment = digest(gpu.environment)
+    same = [each.environment_digest == environment for each in store.summaries(gpu.gpu)]
     text = f"{sum(same)} records for {gpu.gpu}"
     if other := len(same) - sum(same):
         text += f", {other} more for other versions (used as guesses)"

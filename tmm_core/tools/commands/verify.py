@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from tmm_base.console import DONE, FOUND, INTERRUPTED, counted, note, print_json
-from tmm_cache import CacheStore, Summary, TuningRecord, shipped_layers
+from tmm_cache import CacheStore, Summary, TuningRecord, digest, shipped_layers
 
 from tmm_core import dispatch, settings
 from tmm_core.bench import report
@@ -89,10 +89,12 @@ class Winner:
 
 def answering(store: CacheStore, device: DeviceFingerprint) -> list[Summary[TuningRecord]]:
     """The store's records that would answer on ``device``: the user's own, and records of lower
-    layers that no higher layer hides."""
+    layers that no higher layer hides, or the lock file's if it alone answers."""
     found: dict[str, Summary[TuningRecord]] = {}
+    environment = digest(device.environment)
     for entry in store.summaries(device.gpu):
-        if entry.environment == device.environment:
+        # A record answers without its readable environment, which may be damaged.
+        if entry.environment_digest == environment:
             found.setdefault(entry.digest, entry)
     return list(found.values())
 
@@ -101,7 +103,11 @@ def current(device: DeviceFingerprint) -> tuple[int, int]:
     """The number of shipped records for this GPU and these versions, and how many of them match
     the current kernels."""
     layers = shipped_layers()
-    entries = answering(CacheStore(layers[0], layers[1:]), device) if layers else []
+    if not layers:
+        return 0, 0
+    store = CacheStore(layers[0], layers[1:])
+    store.locked = False  # what is shipped, whatever answers
+    entries = answering(store, device)
     return len(entries), sum(_kernel(entry.record) is not None for entry in entries)
 
 
