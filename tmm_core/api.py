@@ -137,7 +137,8 @@ def _of_any_type(call: Arguments, epilogue: EpilogueLike, transposed: bool = Fal
         transposed: ``b`` is a layer's weight, ``[N, K]``.
     """
     try:
-        return _answer(call._replace(b=call.b.t()) if transposed else call, epilogue)
+        b = compat.transposed(call.b) if transposed else call.b
+        return _answer(call._replace(b=b), epilogue)
     except (NotImplementedError, TypeError) as error:
         reraise(error)
         if not fallbacks.foreign(call.a, call.b, call.bias):

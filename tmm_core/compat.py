@@ -279,6 +279,19 @@ def dtensor_spec(t: Any) -> Any:
     return getattr(t, "_spec", None)
 
 
+def transposed(t: torch.Tensor) -> torch.Tensor:
+    """``t.t()``, also of a DTensor in inference mode, where torch (2.13) makes no view of it."""
+    if torch.compiler.is_compiling() or not isinstance(t, dtensor()):
+        return t.t()
+    view: torch.Tensor
+    if torch.is_inference_mode_enabled() and not t.is_inference():
+        with torch.inference_mode(False), torch.no_grad():
+            view = t.t()
+    else:
+        view = t.t()
+    return view
+
+
 def dtensor_of(local: torch.Tensor, spec: Any) -> torch.Tensor:
     """A DTensor without gradient that holds ``local`` on this rank. ``from_local`` would derive the
     spec and record an autograd function, which takes 50 µs."""

@@ -225,6 +225,54 @@ def test_weights_that_fsdp_gathers_are_not_moved(world: World, axes: int, reshar
     assert max(world.run(trained_under_fsdp, axes, reshards)) < 1e-12
 
 
+def cast_by_flat_fsdp(original: bool) -> float:
+    """The error of a converted gated MLP of FullyShardedDataParallel that is cast and cast back."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    torch.manual_seed(9)
+    alone = nn.Sequential(Gated())
+    model = copy.deepcopy(alone)
+    convert(model)
+    one = torch.device("cpu")
+    model = FullyShardedDataParallel(model, device_id=one, use_orig_params=original)
+    x = torch.randn(3, 8)
+    with torch.no_grad():
+        model(x)
+        model.double().float()
+        return float((model(x) - alone(x)).abs().max())
+
+
+@pytest.mark.parametrize("original", [True, False])
+def test_flat_fsdp_casts_a_gated_mlp(world: World, original: bool) -> None:
+    assert max(world.run(cast_by_flat_fsdp, original)) < 1e-6
+
+
+def sharded_in(mode: str) -> bool:
+    """Whether a gated MLP learns after its shards were joined by a call in ``mode``."""
+    from torch.distributed.tensor import init_device_mesh
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
+    model = nn.Sequential(Gated())
+    convert(model)
+    plan = {"0.gate_proj": ColwiseParallel(), "0.up_proj": ColwiseParallel()}
+    plan_of_all = {**plan, "0.down_proj": RowwiseParallel()}
+    parallelize_module(model, init_device_mesh("cpu", (4,)), plan_of_all)
+    x = torch.randn(3, 8)
+    with getattr(torch, mode)():
+        model(x)
+    model(x).square().sum().backward()
+    return all(p.grad is not None for p in model.parameters())
+
+
+@pytest.mark.parametrize("mode", ["inference_mode", "no_grad", "enable_grad"])
+def test_a_sharded_gated_mlp_learns_after_inference(world: World, mode: str) -> None:
+    assert all(world.run(sharded_in, mode))
+
+
 def grouped(name: str) -> tuple[str, str, float]:
     """Expected and actual placements, and the largest error of the result and of both gradients."""
     from torch.distributed.tensor import distribute_tensor, init_device_mesh

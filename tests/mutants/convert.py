@@ -23,6 +23,16 @@ LATER = f"{REPLACED}::test_what_is_replaced_later_counts"
 PACKED = "tests/core/test_packed_layers.py"
 
 CONVERTED = [
+    Mutant("convert-sharded-inference", "compat.py",
+           "if torch.is_inference_mode_enabled() and not t.is_inference():", "if False:",
+           "a sharded layer refuses its first call in inference mode",
+           (f"{RANKS}::test_a_sharded_gated_mlp_learns_after_inference",)),
+    Mutant("convert-joined-in-inference", "nn/joint_storage.py", "torch.inference_mode(start.is_inference())",
+           "torch.inference_mode(torch.is_inference_mode_enabled())",
+           "shards that a call in inference mode joined cannot be trained",
+           (f"{RANKS}::test_a_sharded_gated_mlp_learns_after_inference",)),
+    Mutant("convert-unregistered", "nn/together.py", "layer._parameters.keys() >= set(_KINDS)", "True",
+           "FullyShardedDataParallel cannot cast a gated MLP", (f"{RANKS}::test_flat_fsdp_casts_a_gated_mlp",)),
     Mutant("convert-gathered-shards", "nn/gated_layers.py", "whole(shard) and compat.holds_storage_alone(shard)",
            "whole(shard)", "shards that FSDP gathers keep the weights of the first step",
            (f"{RANKS}::test_weights_that_fsdp_gathers_are_not_moved",)),

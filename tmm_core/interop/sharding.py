@@ -211,7 +211,7 @@ _MOST_DECIDED = 4096
 def _decide(call: Arguments, kind: Any, transposed: bool) -> torch.Tensor | None:
     """Return the result of the operator itself. Later calls of this kind have its placements. None
     if the bias has to be given another form first."""
-    call = call._replace(b=call.b.t()) if transposed else call
+    call = call._replace(b=compat.transposed(call.b)) if transposed else call
     if fallbacks.needs_fallback(*call[:4]):
         return None
     y: Any = operator.matmul(*call[:-1])

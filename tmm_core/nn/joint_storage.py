@@ -53,8 +53,7 @@ def stack(parts: Sequence[Tensor]) -> None:
                 for t, rows in zip(parts, joint.split([len(t) for t in parts]), strict=True):
                     setattr(t, name, rows)
     elif stackable(parts):
-        with torch.inference_mode(parts[0].is_inference()), torch.no_grad():
-            move_together(*parts)
+        move_together(*parts)
 
 
 def against_one_product(layers: Sequence[Any], storages: Callable[[], Counts]) -> str | None:
@@ -113,9 +112,13 @@ def _stacked_quantized(parts: Sequence[Any]) -> Quantized | None:
 
 
 def move_together(*parts: Tensor) -> None:
-    if stacked(parts) is None:
-        start = parts[0]
-        rows = [len(t) for t in parts]
+    """Move tensors into one storage. They remain tensors of their kind, of inference mode or not,
+    whatever the mode of the call that moves them."""
+    if stacked(parts) is not None:
+        return
+    start = parts[0]
+    rows = [len(t) for t in parts]
+    with torch.inference_mode(start.is_inference()), torch.no_grad():
         joint = torch.empty((sum(rows), *start.shape[1:]), dtype=start.dtype, device=start.device)
         for t, place in zip(parts, joint.split(rows), strict=True):
             place.copy_(t)

@@ -60,8 +60,7 @@ def gated(
     held: Any = [[local_tensor(p) for p in each] for each in (of_gate, of_up)]
     hidden = any(t is None for t in (*held[0], *held[1]))  # `None in` compares tensors
     if not hidden:
-        with torch.no_grad():
-            join(*held)
+        join(*held)
     learns = hidden or recorded(x, *of_gate, *of_up)
     # Each rank's gradient of x is a term of the sum over the columns.
     local: Any = x.to_local(grad_placements=[Partial()]) if learns else local_tensor(x)

@@ -36,7 +36,7 @@ class Together(nn.Module):
     def merged(self) -> bool:
         """Whether the layers are one weight in memory, and can be one product."""
         layers = self._together()
-        if not all(isinstance(layer, nn.Linear) for layer in layers):
+        if not all(map(_registers, layers)):
             return False
         weights, biases = zip(*((layer.weight, layer.bias) for layer in layers), strict=True)
         return joint_of(weights, biases) is not None
@@ -50,7 +50,7 @@ class Together(nn.Module):
         captured or waits for its backward.
         """
         layers = self._together()
-        if all(isinstance(layer, nn.Linear) for layer in layers):
+        if all(map(_registers, layers)):
             for kind in _KINDS:
                 parameters = [getattr(layer, kind) for layer in layers]
                 if all(parameter is not None for parameter in parameters):
@@ -106,6 +106,12 @@ class Together(nn.Module):
                 with torch.no_grad():
                     for t in own:
                         t.data = t.data.clone()
+
+
+def _registers(layer: Any) -> bool:
+    """Whether a linear layer has its parameters. FullyShardedDataParallel removes them, for good or
+    while it casts or moves its own."""
+    return isinstance(layer, nn.Linear) and layer._parameters.keys() >= set(_KINDS)
 
 
 def joint_of(
