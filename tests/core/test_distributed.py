@@ -261,7 +261,7 @@ def sharded_in(mode: str) -> bool:
     plan = {"0.gate_proj": ColwiseParallel(), "0.up_proj": ColwiseParallel()}
     plan_of_all = {**plan, "0.down_proj": RowwiseParallel()}
     parallelize_module(model, init_device_mesh("cpu", (4,)), plan_of_all)
-    x = torch.randn(3, 8)
+    x = torch.randn(3, 8, requires_grad=True)
     with getattr(torch, mode)():
         model(x)
     model(x).square().sum().backward()
