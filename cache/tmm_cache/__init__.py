@@ -9,9 +9,11 @@ It depends on neither torch nor the kernels: problems, environments and configs 
             store.save(gpu, environment, tune(problem))
 """
 
+from tmm_base.stamps import stamp
+
 from tmm_cache.cache_errors import CacheWarning, RecordError
 from tmm_cache.keys import JSON, digest, slug
-from tmm_cache.notes import Notes, stamp
+from tmm_cache.notes import Notes
 from tmm_cache.paths import default_root, layer_paths, shipped_layers
 from tmm_cache.record import CLOCK, SCHEMA, CandidateResult, TuningRecord
 from tmm_cache.scan import Summary

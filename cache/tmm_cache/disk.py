@@ -96,15 +96,12 @@ def append_line(path: Path, line: bytes, most: int) -> bool:
 
 def read_all(handle: int, most: int) -> bytes:
     """Read the rest of a file, at most one byte more than `most`. Raises OSError."""
-    # The first read asks for one byte beyond the file's size: a short read marks the end.
-    parts: list[bytes] = []
-    size = 0
-    room = min(os.fstat(handle).st_size, most) + 1
-    while size <= most and (part := os.read(handle, room)):
-        parts.append(part)
-        size += len(part)
+    data = b""
+    room = min(os.fstat(handle).st_size, most) + 1  # one read is enough, unless the file grows
+    while len(data) <= most and (part := os.read(handle, room)):
+        data += part
         room = 2**16
-    return b"".join(parts)
+    return data
 
 
 def touch(path: Path) -> None:
@@ -201,23 +198,17 @@ def remove_if_empty(folder: Path, root: Path) -> None:
     """Remove an empty folder of the root, and the empty folders above it."""
     # `rmdir` refuses a folder that is not empty.
     with suppress(OSError):
-        if [path.name for path in folder.iterdir()] == [ENVIRONMENT]:
-            _remove_with_environment(folder)
+        path = folder / ENVIRONMENT
+        if [*folder.iterdir()] == [path] and path.is_file():
+            environment = path.read_bytes()
+            path.unlink()
+            try:
+                folder.rmdir()
+            except OSError:
+                # A save may have found the environment and written its record since.
+                write_atomically(path, environment)
+                raise
             folder = folder.parent
         while root in folder.parents:
             folder.rmdir()
             folder = folder.parent
-
-
-def _remove_with_environment(folder: Path) -> None:
-    """Remove a folder with nothing but its environment. Raises OSError."""
-    path = folder / ENVIRONMENT
-    environment = path.read_bytes() if path.is_file() else None
-    path.unlink()
-    try:
-        folder.rmdir()
-    except OSError:
-        # A save may have found the environment and written its record since.
-        if environment is not None:
-            write_atomically(path, environment)
-        raise

@@ -12,22 +12,12 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
-from tmm_base.guards import reraise, suppress
+from tmm_base.guards import suppress
 
-from tmm_cache.disk import (
-    append_line,
-    closing,
-    make_folder,
-    open_regular,
-    read_all,
-    repeated,
-    touch,
-    write_atomically,
-)
+from tmm_cache import disk
 from tmm_cache.fields import parse
 from tmm_cache.keys import JSON, canonical
 from tmm_cache.ownership import foreign, foreign_file, is_shared
@@ -79,13 +69,13 @@ class Notes:
         # Checked each time: others may have been given write permission since.
         if self.foreign is not None or foreign(self._root) is not None:
             return
-        line = _line(about, value)
+        line = canonical([about, value]).encode("ascii")
 
         def append() -> bool:
-            make_folder(self.path.parent)
-            return append_line(self.path, line, MAX_BYTES) or self._rewritten(about, value)
+            disk.make_folder(self.path.parent)
+            return disk.append_line(self.path, line, MAX_BYTES) or self._rewritten(about, value)
 
-        if not repeated(append):
+        if not disk.repeated(append):
             raise OSError("it is full")
 
     def _rewritten(self, about: str, value: JSON) -> bool:
@@ -95,45 +85,24 @@ class Notes:
             return False
         self._read()
         self._notes[about] = value
-        notes = list(self._notes.items())  # another thread may add one
         with suppress(RecursionError):  # a damaged note
-            data = b"".join(b"\n" + _line(*note) for note in notes)
+            notes = map(canonical, self._notes.copy().items())  # another thread may add one
+            data = "\n".join(["", *notes]).encode("ascii")
             if self.foreign is None and len(data) <= MAX_BYTES // 2:
-                write_atomically(self.path, data)
+                disk.write_atomically(self.path, data)
                 return True
         self._is_full = True
         return False
 
     def _read(self) -> None:
-        with closing(open_regular(self.path, os.O_RDONLY)) as handle:
+        with disk.closing(disk.open_regular(self.path, os.O_RDONLY)) as handle:
             if not is_shared():
                 self.foreign = foreign_file(self._root, self.path, handle)
-            data = read_all(handle, MAX_BYTES) if self.foreign is None else b""
+            data = disk.read_all(handle, MAX_BYTES) if self.foreign is None else b""
         for line in data.split(b"\n"):
             with suppress(ValueError):  # a killed process left a torn line
                 note = parse(line)
                 if isinstance(note, list) and len(note) == 2 and isinstance(note[0], str):
                     self._notes[note[0]] = note[1]
         if self.foreign is None:
-            touch(self.path)
-
-
-def _line(about: str, value: JSON) -> bytes:
-    return canonical([about, value]).encode("ascii")
-
-
-def stamp(paths: Iterable[str | os.PathLike[str]]) -> list[JSON]:
-    """Return a fingerprint of files: the path, size, mtime and ctime of each.
-
-    Archives and copies restore the mtime but not the ctime. An absent file has neither.
-    """
-    stamps: list[JSON] = []
-    for path in sorted(os.fspath(path) for path in paths):
-        try:
-            status = os.stat(path)
-        except OSError as error:
-            reraise(error)
-            stamps.append([path])
-        else:
-            stamps.append([path, status.st_size, status.st_mtime_ns, status.st_ctime_ns])
-    return stamps
+            disk.touch(self.path)

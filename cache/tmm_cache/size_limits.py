@@ -48,11 +48,8 @@ def parse_size(text: str) -> int | None:
 def size_limit(environ: Mapping[str, str] = os.environ) -> int | None:
     """`TMM_CACHE_MAX_SIZE` in bytes, None for no limit; the default, with one warning, for an
     invalid value."""
-    text = environ.get("TMM_CACHE_MAX_SIZE")
-    if not text:
-        return DEFAULT_SIZE
     try:
-        return parse_size(text)
+        return parse_size(environ.get("TMM_CACHE_MAX_SIZE") or str(DEFAULT_SIZE))
     except ValueError as error:
         reraise(error)
         warn_once(Path("TMM_CACHE_MAX_SIZE"), f"{error}; passed over")

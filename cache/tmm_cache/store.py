@@ -181,9 +181,8 @@ class CacheStore:
         another process measured later replaces it."""
         for path, each in [*self._unwritten.items()]:
             assert each.environment is not None  # only a file's may be missing
-            if not self._warnings.may_write():  # then nobody's records there replace it
-                return
-            present = read_record(path, warn_of)
+            # Under a root that others may write, nobody's record replaces it.
+            present = read_record(path, warn_of) if self._warnings.may_write() else None
             if present is not None and present.created_at > each.record.created_at:
                 self._unwritten.pop(path, None)
             elif self.save(each.gpu, each.environment, each.record) is None:
@@ -222,13 +221,12 @@ class CacheStore:
     def _in_lock_file(self, gpu: str | None) -> Iterator[Summary[TuningRecord]]:
         lock = self._locked_file()
         for key, environment, record in () if lock is None else lock.records():
-            if gpu not in (None, key[0]):
-                continue
             if isinstance(record, Fault):
                 warn_of(record)
-            else:
-                path = record_path(self.lock_path, *key)
-                yield Summary(path, self.lock_path, environment, record)
+            elif gpu in (None, key[0]):
+                yield Summary(
+                    record_path(self.lock_path, *key), self.lock_path, environment, record
+                )
 
     def problems(self) -> Iterator[Summary[Document]]:
         """Like `summaries`, with the problem of each record."""

@@ -22,6 +22,7 @@ import pytest
 from cache_builders import ENVIRONMENT, GPU, SPLIT_K, problem, record, warned
 from msgspec.structs import replace
 from tmm_base import UsageError, console, guards
+from tmm_base.stamps import stamp
 from tmm_cache import (
     CacheStore,
     CacheWarning,
@@ -43,7 +44,6 @@ from tmm_cache.cache_errors import RecordError
 from tmm_cache.fault_warnings import FaultWarnings
 from tmm_cache.keys import canonical, is_slug
 from tmm_cache.locks import acquire
-from tmm_cache.notes import stamp
 
 # -- reading files ------------------------------------------------------------------------
 

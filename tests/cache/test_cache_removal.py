@@ -7,6 +7,7 @@ import os
 import time
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -200,8 +201,9 @@ def test_a_folder_that_a_clear_removes_is_made_again(
             raise FileNotFoundError(errno.ENOENT, "No such file or directory")
         return locks.acquire(path, timeout)
 
-    for module in (files, notes):
-        monkeypatch.setattr(module, "make_folder", make_folder)
+    monkeypatch.setattr(files, "make_folder", make_folder)
+    changed = {**vars(disk), "make_folder": make_folder}
+    monkeypatch.setattr(notes, "disk", SimpleNamespace(**changed))
     monkeypatch.setattr(tmm_cache.store, "acquire", acquire)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -118,8 +118,8 @@ CACHE = [
            "a note of which a disk takes a part is lost without a word", (LIMITS,)),
     Mutant("cache-notes-full", "tmm_cache/notes.py", " or self._rewritten(about, value)", "",
            "a file full of repeated notes takes no further ones", (LIMITS,)),
-    Mutant("cache-notes-use", "tmm_cache/notes.py", "            touch(self.path)\n", "            pass\n",
+    Mutant("cache-notes-use", "tmm_cache/notes.py", "            disk.touch(self.path)\n", "            pass\n",
            "notes that each process reads are removed before records that none reads", (LIMITS,)),
-    Mutant("cache-cleared-environment", "tmm_cache/disk.py", "        if environment is not None:\n", "        if False:\n",
+    Mutant("cache-cleared-environment", "tmm_cache/disk.py", "                write_atomically(path, environment)\n", "",
            "a record that is saved during a `clear` is never exported", (REMOVAL,)),
 ]  # fmt: skip

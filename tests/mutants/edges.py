@@ -17,7 +17,7 @@ EDGES = [
            "a warning points into generated code",
            (f"{CACHE}::test_a_warning_points_beyond_tmm_torch_and_generated_code",)),
     Mutant("edges-read-all", "tmm_cache/disk.py",
-           "while size <= most and (part := os.read(handle, room)):",
+           "while len(data) <= most and (part := os.read(handle, room)):",
            "while part := os.read(handle, room):",
            "a file of any size is read whole before it is refused",
            (f"{CACHE}::test_a_file_is_read_up_to_one_byte_beyond_the_limit",)),

@@ -149,7 +149,7 @@ ENVIRON = [
     ),
     Mutant(
         "toolchain-size-alone",
-        "tmm_cache/notes.py",
+        "tmm_base/stamps.py",
         "stamps.append([path, status.st_size, status.st_mtime_ns, status.st_ctime_ns])",
         "stamps.append([path, status.st_size])",
         "a ptxas that is made executable is the same",
