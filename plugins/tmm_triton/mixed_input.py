@@ -359,7 +359,7 @@ _EVICTED = 64
 #: value to decode and per product, each for one consumer alone and for an SM. ``_BROUGHT`` is the
 #: bytes per µs that an SM receives. All are fitted to two sets of times: 3,147 configs of 24
 #: products by 4-bit and 8-bit weights on an H200
-#: (``benchmarks/results/h200/few_rows_configs.jsonl``), and 239 configs of 17 products by 4-bit
+#: (``benchmarks/results/h200/few_rows_configs.txt``), and 239 configs of 17 products by 4-bit
 #: weights on an H100 (``benchmarks/results/h100/mixed_input_configs.txt``).
 _LAUNCH_US, _STEP_US, _STORE_US = 2.44, 0.203, 1.44e-4
 _DECODE_US, _MULTIPLY_US = (4.02e-6, 2.11e-5), (4.39e-8, 2.36e-7)

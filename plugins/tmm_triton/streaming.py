@@ -455,7 +455,7 @@ _LAUNCH_US, _WAVE_US, _STEP_US, _ROW = 3.0, 0.75, 0.1, 0.014
 _MOST_REGISTERS = 200
 #: The number of shapes that a tuning tries, by how they start. On an H200 the best of them takes at
 #: most 4 % longer than the best of all, and 0.2 % in the mean of 18 products
-#: (``benchmarks/results/h200/few_rows_configs.jsonl``).
+#: (``benchmarks/results/h200/few_rows_configs.txt``).
 _TRIED = {"b": 2, "wait": 6, "": 3}
 #: The same where only one start is possible.
 _TRIED_ALONE = 6

@@ -648,7 +648,7 @@ def test_the_proposed_configs_are_close_to_the_best_for_few_rows() -> None:
     """For products measured on an H200 with every config."""
     import json
 
-    table = Path(__file__).parents[2] / "benchmarks/results/h200/few_rows_configs.jsonl"
+    table = Path(__file__).parents[2] / "benchmarks/results/h200/few_rows_configs.txt"
     runs = [json.loads(line) for line in table.read_text().splitlines()[1:]]
     device = replace(DEVICES[90], name="NVIDIA H200")
     weights = {"int4": INT4, "int8": INT8, "fp8": FP8}
