@@ -106,16 +106,16 @@ def _json(summary: Summary[Brief], record: TuningRecord) -> JSON:
 def _print_list(found: Sequence[Summary[Brief]], store: CacheStore) -> None:
     """Print one table per layer, GPU and environment, with a row for each record."""
 
-    def table(each: Summary[Brief]) -> tuple[str, ...]:
-        return str(each.root), each.gpu, each.environment_digest
-
     def size(each: Summary[Brief]) -> tuple[Any, ...]:
         m, n, k = problem_fields.sizes(each.record.problem)
-        return (*table(each), n, k, m, each.digest)
+        return n, k, m, each.digest
 
-    for (root, gpu, environment), members in groupby(sorted(found, key=size), table):
-        layer = "own" if root == str(store.root) else printable(root)
-        console.print_paragraph(f"{layer} records of {gpu}, environment {environment}")
+    # The scan yields the records of one folder after the other.
+    for _, folder in groupby(found, lambda each: each.path.parent):
+        first, *_ = members = sorted(folder, key=size)
+        layer = "own" if first.root == store.root else printable(str(first.root))
+        heading = f"{layer} records of {first.gpu}, environment {first.environment_digest}"
+        console.print_paragraph(heading)
         console.print_table(_COLUMNS, [_row(each) for each in members], _NUMBERS)
 
 
