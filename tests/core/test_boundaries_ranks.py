@@ -7,6 +7,7 @@ import signal
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +20,7 @@ from tmm_cache import CandidateResult, TuningRecord
 
 from tmm_core import Candidate, settings
 from tmm_core.dispatch.measuring import LOCK_PATIENCE
-from tmm_core.errors import TmmWarning
+from tmm_core.errors import SettingsError, TmmWarning
 from tmm_core.tools import ranks
 from tmm_core.tuning.compile_pool import COMPILE_LIMIT
 
@@ -119,6 +120,24 @@ def test_a_rank_that_works_keeps_the_others_from_being_lost(clock: Clock) -> Non
     assert mine.await_all({1: ["a", "b", "c"], 2: ["x"]}) == [1]
 
 
+def test_a_rank_whose_call_raised_is_lost_at_once(clock: Clock) -> None:
+    mine = board(failed_1="E: no")
+    assert mine.await_all({1: ["a"]}) == [1]
+    assert clock.slept == []
+    mine.put("a", 1)
+    assert mine.await_all({1: ["a"]}) == []
+    clock.events = [lambda: mine.put("b", 1)]
+    assert mine.await_all({0: ["b"], 1: ["x"]}) == [1]
+
+
+def test_a_board_without_this_rank_is_left_if_others_tuned_something_else() -> None:
+    given_up: dict[str, Any] = {"lost": [0], "ended": []}
+    assert board(asked_1="P", verdict_0=given_up).missed("Q")
+    assert not board(asked_1="P", verdict_0=given_up).missed("P")  # it adopts their records
+    assert not board(asked_1="P", verdict_0={"lost": [1], "ended": []}).missed("Q")
+    assert not board(asked_1="P").missed("Q")
+
+
 def test_nobody_is_waited_for_once_there_is_a_verdict(clock: Clock) -> None:
     mine = board()
     clock.events = [lambda: mine.put("verdict/0", 1)]
@@ -166,17 +185,17 @@ def test_each_tuning_of_a_group_has_an_empty_board(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(dist, "get_rank", lambda group=None: 3 if group is None else group)
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [1, 3])
     group: Any = 1
-    first = Board.of(group, 7.0)
-    assert (first.ranks, first.me, first.timeout) == ([1, 3], 3, 7.0)
+    first = Board.of(group)
+    assert (first.ranks, first.me) == ([1, 3], 3)
     first.put("asked/3", "mine")
-    assert not Board.of(group, 7.0).has("asked/3")
+    assert not Board.of(group).has("asked/3")
     assert first.has("asked/3")
     outside: Any = -1
     with pytest.raises(ValueError, match="rank 3 is not in the group that tunes"):
-        Board.of(outside, 7.0)
+        Board.of(outside)
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 1])
     with pytest.raises(ValueError, match="rank 3 is not in the group that tunes"):
-        Board.of(group, 7.0)
+        Board.of(group)
 
 
 # -- measuring -----------------------------------------------------------------------------
@@ -209,9 +228,18 @@ def test_each_rank_measures_its_share(measured: list[int]) -> None:
     assert mine.get("verdict/0") == {"lost": [], "ended": [[0, None], [1, None]]}
 
 
-def test_the_problems_of_a_lost_rank_are_measured_by_the_others(measured: list[int]) -> None:
-    mine = board(asked_0=1)
-    with warned("rank 1 showed no sign of life for 1.5 s while tuning"):
+@pytest.mark.parametrize(
+    ("failure", "fate"),
+    [
+        ({}, "showed no sign of life for 1.5 s"),
+        ({"failed_1": "E: no"}, "ended its tuning with E: no"),
+    ],
+)
+def test_the_problems_of_a_lost_rank_are_measured_by_the_others(
+    measured: list[int], failure: dict[str, Any], fate: str
+) -> None:
+    mine = board(asked_0=1, **failure)
+    with warned(f"rank 1 {fate}; the other ranks measured its problems"):
         found, lost = measure_all(mine)
     assert (found, lost) == ({0: "result/0/0", 1: "result/1/1"}, {1})
     assert measured == [16, 32]
@@ -341,7 +369,7 @@ def test_ranks_that_differ_are_warned_in_what(
 def test_a_rank_that_does_not_report_is_named_and_not_waited_for_again(
     monkeypatch: pytest.MonkeyPatch, clock: Clock
 ) -> None:
-    with warned("rank 1 did not report its choices within 1.5 s"):
+    with warned("rank 1 did not report its choices: it showed no sign of life for 1.5 s"):
         compare(monkeypatch, None)
     assert clock.now == 2.0
 
@@ -387,6 +415,8 @@ def test_without_a_group_a_process_tunes_alone(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(dist, "is_initialized", lambda: False)
     monkeypatch.setattr(ranks.api, "tune", alone)
     assert ranks.tune(FIRST, force=True, budget=3.0) == [RECORD]
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_backend", lambda: "fake")
     assert ranks.tune(iter([FIRST, SECOND])) == [RECORD]
     assert given == [
         ([FIRST], {"force": True, "budget": 3.0}),
@@ -409,7 +439,6 @@ def test_every_rank_adopts_each_record(
     mine = board(result_0_1={"record": json.loads(json.dumps(RECORD.to_json()))})
     adopted: list[Any] = []
     compared: list[Any] = []
-    timeouts: list[float] = []
     budgets: list[float] = []
 
     def measure_all(
@@ -419,17 +448,45 @@ def test_every_rank_adopts_each_record(
         assert mine.get("asked/0") == ranks._digest(problems)
         return {1: "result/0/1"}, {1}
 
-    def of(group: object, timeout: float) -> Board:
-        timeouts.append(timeout)
-        return mine
-
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(Board, "of", of)
+    monkeypatch.setattr(dist, "get_backend", lambda: "gloo")
+    monkeypatch.setattr(Board, "of", lambda group: mine)
     monkeypatch.setattr(ranks, "_measure_all", measure_all)
     monkeypatch.setattr(ranks, "_compare", lambda *given: compared.append(given))
     dispatch_to(monkeypatch, SimpleNamespace(adopt=lambda *given: adopted.append(given)))
     assert ranks.tune([SECOND, FIRST], **given) == [RECORD]
     assert adopted == [(FIRST, RECORD)]
-    assert compared == [(mine, [SECOND, FIRST], {1})]
-    assert timeouts == [timeout]
+    assert compared == [(replace(mine, timeout=timeout), [SECOND, FIRST], {1})]
+    assert not mine.has("failed/0")
     assert budgets == [given.get("budget", settings.Settings().tune_budget)]
+
+
+def failing() -> Iterator[Any]:
+    yield FIRST
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("given", [{"problems": failing()}, {"problems": FIRST, "budget": -1.0}])
+def test_a_call_that_raises_counts_and_the_other_ranks_learn_why(
+    monkeypatch: pytest.MonkeyPatch, given: dict[str, Any]
+) -> None:
+    taken: list[Board] = []
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_backend", lambda: "gloo")
+    monkeypatch.setattr(Board, "of", lambda group: taken.append(board()) or taken[-1])
+    with pytest.raises((KeyboardInterrupt, SettingsError)) as raised:
+        ranks.tune(**given)
+    (mine,) = taken
+    assert mine.get("failed/0").startswith(raised.type.__name__)
+
+
+def test_a_rank_that_missed_tunings_joins_the_others_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    given_up: dict[str, Any] = {"lost": [0], "ended": []}
+    boards = [board(asked_1="P", verdict_0=given_up), board(asked_1="Q", verdict_0=given_up)]
+    left = iter([*boards, last := board()])
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_backend", lambda: "gloo")
+    monkeypatch.setattr(Board, "of", lambda group: next(left))
+    monkeypatch.setattr(ranks, "_tune", lambda mine, *_: [mine])
+    assert ranks.tune(FIRST, timeout=1.5) == [last]
+    assert [each.has("asked/0") for each in (*boards, last)] == [False, False, True]

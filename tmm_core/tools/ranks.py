@@ -16,14 +16,16 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from tmm_base.guards import suppress
 from tmm_cache import TuningRecord
 
 from tmm_core import api, dispatch, settings
@@ -62,8 +64,9 @@ def tune(
         force: Also measure problems that have a record.
         budget: Seconds per problem (``TMM_TUNE_BUDGET``).
         timeout: Seconds without a new measurement, or without joining, after which a rank counts
-            as lost. Default: the longest time of one problem, which is a minute and four budgets,
-            during which another process may be measuring the problem.
+            as lost; one whose call raises is lost at once. Default: the longest time of one
+            problem, which is a minute and four budgets, during which another process may be
+            measuring the problem.
 
     Returns:
         One record per problem, the same on every rank. A problem that no rank could measure is
@@ -74,23 +77,43 @@ def tune(
             or this rank is not in the group.
         torch.distributed.DistError: The process that holds the store is gone.
     """
-    problems = [problems] if isinstance(problems, Problem) else list(problems)
-    if not dist.is_initialized():
-        return api.tune(problems, force=force, budget=budget)
-    with nullcontext() if budget is None else settings.override(tune_budget=budget):
-        current = settings.current()
-        if timeout is None:
-            timeout = LOCK_PATIENCE * current.tune_budget + COMPILE_LIMIT
-        board = _Board.of(group, timeout)
-        board.put(f"asked/{board.me}", _digest(problems))
-        found, lost = _measure_all(board, problems, current, force)
-        records: dict[int, TuningRecord] = {}
-        for index, key in sorted(found.items()):
-            record = TuningRecord.from_json(board.get(key)["record"])
-            dispatch.default_dispatcher().adopt(problems[index], record)
-            records[index] = record
-        warm.forget_plans()
-        _compare(board, problems, lost)
+    # The ranks of the backend "fake" are one process.
+    if not dist.is_initialized() or dist.get_backend() == "fake":
+        return api.tune(_listed(problems), force=force, budget=budget)
+    # First, so that a call that fails counts on this rank as it does on the others.
+    board = _Board.of(group)
+    try:
+        with nullcontext() if budget is None else settings.override(tune_budget=budget):
+            current, problems = settings.current(), _listed(problems)
+            if timeout is None:
+                timeout = LOCK_PATIENCE * current.tune_budget + COMPILE_LIMIT
+            request = _digest(problems)
+            while board.missed(request):
+                board = _Board.of(group)
+            board = replace(board, timeout=timeout)
+            board.put(f"asked/{board.me}", request)
+            return _tune(board, problems, current, force)
+    except BaseException as error:
+        with suppress(Exception):  # the store may be gone
+            board.put(f"failed/{board.me}", error_text(error))
+        raise
+
+
+def _listed(problems: Problem | Iterable[Problem]) -> list[Problem]:
+    return [problems] if isinstance(problems, Problem) else list(problems)
+
+
+def _tune(
+    board: _Board, problems: Sequence[Problem], current: settings.Settings, force: bool
+) -> list[TuningRecord]:
+    found, lost = _measure_all(board, problems, current, force)
+    records: dict[int, TuningRecord] = {}
+    for index, key in sorted(found.items()):
+        record = TuningRecord.from_json(board.get(key)["record"])
+        dispatch.default_dispatcher().adopt(problems[index], record)
+        records[index] = record
+    warm.forget_plans()
+    _compare(board, problems, lost)
     return list(records.values())
 
 
@@ -123,11 +146,9 @@ def _measure_all(
                 found[index] = f"result/{attempt}/{index}"
             else:
                 failed[index] = error
-    if lost:
-        warn(
-            f"rank {_list(lost)} showed no sign of life for {board.timeout:g} s while tuning; "
-            f"the other ranks measured its problems"
-        )
+    for why in sorted({board.fate(rank) for rank in lost}):
+        those = _list(rank for rank in lost if board.fate(rank) == why)
+        warn(f"rank {those} {why}; the other ranks measured its problems")
     for index, problem in enumerate(problems):
         if index not in found:
             warn(
@@ -179,7 +200,7 @@ def _compare(board: _Board, problems: Sequence[Problem], lost: set[int]) -> None
     for rank in others:
         theirs = None if rank in silent else board.get(f"chose/{rank}")
         if theirs is None:
-            note = f"rank {rank} did not report its choices within {board.timeout:g} s"
+            note = f"rank {rank} did not report its choices: it {board.fate(rank)}"
         elif mine["gpu"] is not None and theirs["gpu"] == mine["gpu"]:
             note = (
                 f"ranks {board.me} and {rank} measured on the same GPU, which distorts their "
@@ -209,10 +230,10 @@ class _Board:
     #: Global ranks of the group, and this process's.
     ranks: list[int]
     me: int
-    timeout: float
+    timeout: float = 0.0
 
     @classmethod
-    def of(cls, group: dist.ProcessGroup | None, timeout: float) -> _Board:
+    def of(cls, group: dist.ProcessGroup | None) -> _Board:
         """A clean board for the group's next tuning.
 
         Raises:
@@ -229,7 +250,7 @@ class _Board:
         # Counted in the store, so that restarted ranks continue the others' count.
         turn = everything.add(f"{name}/{me}", 1)
         store = dist.PrefixStore(f"{name}/{turn}", everything)  # type: ignore[attr-defined]
-        return cls(store, ranks, me, timeout)
+        return cls(store, ranks, me)
 
     def has(self, key: str) -> bool:
         return bool(self.store.check([key]))
@@ -244,11 +265,24 @@ class _Board:
         """The document under ``key``: the first proposal by any rank."""
         return json.loads(self.store.compare_set(key, "", json.dumps(proposal)))
 
+    def missed(self, request: Any) -> bool:
+        """Whether the other ranks tuned something else here, and gave this rank up."""
+        if not self.has("verdict/0") or self.me not in self.get("verdict/0")["lost"]:
+            return False
+        joined = [key for rank in self.ranks if self.has(key := f"asked/{rank}")]
+        return request not in map(self.get, joined)
+
+    def fate(self, rank: int) -> str:
+        """What became of a rank that did not finish."""
+        if self.has(key := f"failed/{rank}"):
+            return f"ended its tuning with {self.get(key)}"
+        return f"showed no sign of life for {self.timeout:g} s"
+
     def await_all(
         self, awaited: Mapping[int, Sequence[str]], until: str | None = None
     ) -> list[int]:
         """Poll for each rank's keys, in order, until all exist or ranks that lack some have added
-        none for ``timeout`` seconds; returns those ranks. Stops once ``until`` exists.
+        none for ``timeout`` seconds, or failed; returns those ranks. Stops once ``until`` exists.
 
         Raises:
             ValueError: Another rank tunes something else.
@@ -257,9 +291,12 @@ class _Board:
         seen = dict.fromkeys(missing, time.monotonic())
         while missing:
             for rank, keys in list(missing.items()):
+                failed = self.has(f"failed/{rank}")  # asked first: it adds no key afterwards
                 while keys and self.has(keys[0]):
                     self._check_same_request(keys.pop(0))
                     seen[rank] = time.monotonic()
+                if failed:
+                    seen[rank] = -math.inf
                 if not keys:
                     del missing[rank]
             overdue = time.monotonic() - self.timeout
