@@ -1144,8 +1144,8 @@ def test_verdicts_are_counted_by_their_words(
         "failed: why", "wrong: why", "unknown: why",
     ]  # fmt: skip
     assert summary.partition(": ")[2] == (
-        "2 verified, 1 won by BLAS, 1 for kernels that have changed since, 1 wrong, 1 failed, "
-        "1 too large to verify"
+        "2 verified, 1 won by BLAS, 1 for kernels or epilogues that have changed since, "
+        "1 wrong, 1 failed, 1 too large to verify"
     )
 
 

@@ -14,6 +14,7 @@ import textwrap
 import threading
 import types
 from collections.abc import Callable
+from dataclasses import replace
 from math import sqrt
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from torch import nn
 
 import tmm_core
 from tmm_core import Epilogue, Port
+from tmm_core.epilogues import EPILOGUES
 from tmm_core.spec.epilogue import INTERNED
 from tmm_core.spec.identity import cells_of, lasting_text
 
@@ -291,6 +293,18 @@ FIELDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
                            {"outputs": (Port("p", "tile", torch.float16),)}),
     "name": ({"name": "f"}, {"name": "g"}),
 }  # fmt: skip
+
+
+@pytest.mark.usefixtures("blas_alone")
+def test_a_built_in_epilogue_with_another_function_is_its_own() -> None:
+    relu, x = EPILOGUES["relu"], torch.ones(2, 2)
+    assert replace(relu, outputs=(), linear=False).builtin
+    for factor in (2.0, 3.0):
+        mine = replace(relu, reference=lambda z, by=factor: z * by, parameters=(factor,))
+        assert (mine.key.partition("@")[0], mine.builtin) == (f"relu({factor})", False)
+        assert tmm_core.matmul(x, x, epilogue=mine).tolist() == [[2 * factor] * 2] * 2
+    other = replace(relu, reference=torch.neg)
+    assert tmm_core.matmul(x, x, epilogue=other).tolist() == [[-2.0] * 2] * 2
 
 
 @pytest.mark.parametrize("field", FIELDS)

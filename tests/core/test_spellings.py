@@ -96,6 +96,12 @@ def test_another_is_refused_with_what_to_write(passed: Any, message: str) -> Non
     assert message in str(caught.value)
 
 
+def test_a_name_has_letters_of_any_language() -> None:
+    mine = tmm_core.Epilogue("über", lambda z: z + 1.0)
+    for text in ("über", mine.key):
+        assert parse(text, {"über": mine}) is mine
+
+
 def test_a_plugins_own_name_is_not_taken_for_an_alias() -> None:
     mine = tmm_core.Epilogue("swish", lambda z: z * torch.sigmoid(2 * z))
     assert parse("swish", {"swish": mine}) is mine

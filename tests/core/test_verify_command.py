@@ -25,10 +25,11 @@ CPU = ["--device", "cpu"]
 DEVICE = fingerprint(torch.device("cpu"))
 
 
-def record(kernel: FakeKernel, m: int, root: Path | None = None) -> TuningRecord:
+def record(kernel: FakeKernel, m: int, root: Path | None = None, **fields: Any) -> TuningRecord:
     """One that says that this kernel won, in the user's root or in another."""
     problem = tmm_core.problem(torch.empty(m, 16), torch.empty(16, 8))
     (tuned,) = tmm_core.tune(problem)
+    tuned = revised(tuned, problem={**tuned.problem, **fields})
     winner = revised(
         tuned.best, kernel=kernel.name, version=kernel.version, config={"tile": 1}, status="ok"
     )
@@ -90,7 +91,14 @@ def test_each_fault_is_a_line(fine: FakeKernel, capsys: pytest.CaptureFixture[st
     dispatch.default_dispatcher().registry.register(plugin(wrong, lame), "more")
     for kernel, m in ((fine, 16), (wrong, 24), (lame, 40), (FakeKernel("test.gone"), 48)):
         record(kernel, m)
+    for text in ("gone@0123456789ab", "silu@0123456789ab", "silu(1.0)"):
+        other = FakeKernel("test.fine", version=fine.version)
+        record(other, 16, epilogue=text)
     lines, found = run(capsys, 1)
+    assert {each["status"] for each in found if each["problem"]["epilogue"] != "identity"} == {
+        "stale"
+    }
+    found = [each for each in found if each["problem"]["epilogue"] == "identity"]
     assert {each["kernel"]: each["status"] for each in found} == {
         "test.fine": "ok",
         "test.wrong": "wrong",
@@ -103,7 +111,9 @@ def test_each_fault_is_a_line(fine: FakeKernel, capsys: pytest.CaptureFixture[st
     assert about.startswith("24×8×16 float32 nn  test.wrong tile=1  wrong: with NaN and Inf in ")
     (about,) = (line for line in faults if "test.lame" in line)
     assert ": bind raised OSError: no compiler (" in about
-    assert summary.endswith("1 verified, 1 for kernels that have changed since, 1 wrong, 1 failed")
+    assert summary.endswith(
+        "1 verified, 4 for kernels or epilogues that have changed since, 1 wrong, 1 failed"
+    )
 
 
 @pytest.mark.filterwarnings("ignore::tmm_core.TmmWarning")  # of what was wrong in tuning

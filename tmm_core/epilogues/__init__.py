@@ -55,7 +55,7 @@ _RANGES = (250.0, 2.0**-10, 2.0**-20, 2.0**-30)
 INTERNED.update(BUILTIN)
 
 _TERM = re.compile(
-    r"\s*(?P<name>[A-Za-z_]\w*)\s*(?:\((?P<args>[^()]*)\))?\s*(?:@(?P<digest>[0-9a-f]{12}))?\s*"
+    r"\s*(?P<name>[^\W\d]\w*)\s*(?:\((?P<args>[^()]*)\))?\s*(?:@(?P<digest>[0-9a-f]{12}))?\s*"
 )
 
 

@@ -129,6 +129,10 @@ class Epilogue:
             raise ValueError(f"epilogue {self.name!r} is interleaved but not gated")
         if self.interleaved and (self.derivative or self.device_derivative):
             raise ValueError(f"interleaved epilogue {self.name!r} takes no derivative")
+        functions = [getattr(self, name) for name in _FUNCTIONS]
+        if self.builtin and _built_in.setdefault(self.name, functions) != functions:
+            # Made of a built-in one by dataclasses.replace: the name stands for other functions.
+            object.__setattr__(self, "builtin", False)
         if len({port.name for port in self.outputs}) < len(self.outputs):
             raise ValueError(f"epilogue {self.name!r} has two outputs of one name")
         object.__setattr__(self, "traced", repr(self._identity()))
@@ -428,6 +432,8 @@ class Epilogue:
 _FUNCTIONS = ("reference", "derivative", "output_vjp", "device", "device_derivative")
 #: Epilogue objects by key: the operator's schema can carry only a string.
 INTERNED: dict[str, Epilogue] = {}
+#: The functions of built-in epilogues, by name.
+_built_in: dict[str, list[Any]] = {}
 #: Numbers of epilogues that are not lasting, by identity. Each epilogue is kept alive, with what
 #: its functions read, so that no other object gets an id that is part of its identity.
 _of_process: dict[Hashable, tuple[int, Any]] = {}

@@ -18,7 +18,7 @@ from tmm_cache import CacheStore, Summary, TuningRecord, digest, shipped_layers
 
 from tmm_core import dispatch, settings
 from tmm_core.bench import report
-from tmm_core.errors import error_text
+from tmm_core.errors import error_text, reraise
 from tmm_core.launch import warm
 from tmm_core.registry.query import read_config
 from tmm_core.spec.device import DeviceFingerprint, fingerprint
@@ -36,13 +36,14 @@ from tmm_core.verify.verifier import Verifier
 REPEATS = 120
 
 #: Statuses that count as faults. "unknown" could not be checked. Others: "ok"; "blas" needs no
-#: verification; "stale" is for a kernel that has changed since and is no longer chosen.
+#: verification; "stale" is for a kernel or epilogue that has changed since, or that is not
+#: installed any more: the record answers no call.
 FAULTS = ("wrong", "failed", "unknown")
 #: The summary's words for each status.
 _SAYS = {
     "ok": "verified",
     "blas": "won by BLAS",
-    "stale": "for kernels that have changed since",
+    "stale": "for kernels or epilogues that have changed since",
     "wrong": "wrong",
     "failed": "failed",
     "unknown": "too large to verify",
@@ -142,9 +143,14 @@ def _kernel(record: TuningRecord) -> Kernel[Any] | None:
 
 
 def _compiled(record: TuningRecord, device: torch.device) -> Winner | None:
-    """The record's winner, compiled; None if its kernel has changed since."""
+    """The record's winner, compiled; None if its kernel or its epilogue has changed since."""
     kernel = _kernel(record)
     if kernel is None:
+        return None
+    try:
+        dispatch.default_dispatcher().registry.epilogue(record.problem["epilogue"])
+    except ValueError as error:
+        reraise(error)
         return None
     if device.type == "cuda":
         torch.cuda.set_device(device)  # a thread starts on device 0
