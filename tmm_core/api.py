@@ -266,19 +266,21 @@ def linear(
 
     Args:
         x: ``[..., K]``.
-        weight: ``[N, K]``, also quantised; with a gated epilogue ``[2N, K]``, gate rows before up
-            rows.
+        weight: ``[N, K]``, also quantised, or ``[K]``; with a gated epilogue ``[2N, K]``, gate rows
+            before up rows.
         bias: ``[N]`` or ``[2N]``.
         scale_b: The scale of the weight's transpose: one number, or ``[1, N]``.
 
     For the other arguments see :func:`matmul`.
 
     Raises:
-        RuntimeError: ``weight`` is not 2-D; else as :func:`matmul`.
+        RuntimeError: ``weight`` is neither 2-D nor 1-D; else as :func:`matmul`.
     """
     try:
-        if weight.dim() != 2:
-            raise RuntimeError(f"linear(): weight must be 2-D [N, K], got {weight.dim()}D")
+        if not 0 < weight.dim() < 3:
+            raise RuntimeError(
+                f"linear(): weight must be 2-D [N, K] or 1-D [K], got {weight.dim()}D"
+            )
         if (
             not torch.compiler.is_dynamo_compiling()
             and type(alpha) is float
@@ -292,12 +294,12 @@ def linear(
                 return warm.run(x, weight.t(), bias, residual, alpha, text, out_dtype)
             if x.dtype not in IMPLIED:
                 return autograd.in_parts(
-                    x, weight, bias, residual, alpha, text, out_dtype, transposed=True
+                    x, weight, bias, residual, alpha, text, out_dtype, transposed=weight.dim() > 1
                 )
     except (AttributeError, RuntimeError, ValueError) as error:
         reraise(error)
         if _are_tensors(x, weight, bias, residual, out) and (
-            weight.dim() != 2 or not fallbacks.needs_fallback(x, weight.t(), bias, residual)
+            weight.dim() > 2 or not fallbacks.needs_fallback(x, weight.t(), bias, residual)
         ):
             raise
     if not _are_tensors(x, weight, bias, residual, out):

@@ -281,15 +281,11 @@ def dtensor_spec(t: Any) -> Any:
 
 def transposed(t: torch.Tensor) -> torch.Tensor:
     """``t.t()``, also of a DTensor in inference mode, where torch (2.13) makes no view of it."""
-    if torch.compiler.is_compiling() or not isinstance(t, dtensor()):
+    leave = not torch.compiler.is_compiling() and isinstance(t, dtensor())
+    leave = leave and torch.is_inference_mode_enabled() and not t.is_inference()
+    normal: Any = torch.inference_mode(False) if leave else nullcontext()
+    with normal, torch.no_grad() if leave else nullcontext():
         return t.t()
-    view: torch.Tensor
-    if torch.is_inference_mode_enabled() and not t.is_inference():
-        with torch.inference_mode(False), torch.no_grad():
-            view = t.t()
-    else:
-        view = t.t()
-    return view
 
 
 def dtensor_of(local: torch.Tensor, spec: Any) -> torch.Tensor:

@@ -46,11 +46,12 @@ def _int4(t: Any) -> Quantized | None:
     transposed."""
     if t.activation_dtype != torch.bfloat16 or t.act_pre_scale is not None:
         return None
-    zero = _zero_points(t)
+    zero, scale = _zero_points(t), t.scale
     if zero is not None:
-        # A group of zeros may have a scale of zero.
-        zero = torch.where(zero == 0, 0.0, -zero.float() / t.scale.float()).mT
-    return Quantized(t.qdata, t.scale.mT, zero, format="int4_signed", block=_block(t))
+        # A scale of zero, under which all values are the zero point, becomes a small one.
+        scale = torch.where(scale == 0, zero.to(scale.dtype) * 2.0**-24, scale)
+        zero = torch.where(zero == 0, 0.0, -zero.float() / scale.float()).mT
+    return Quantized(t.qdata, scale.mT, zero, format="int4_signed", block=_block(t))
 
 
 def _float8(t: Any) -> Quantized | None:

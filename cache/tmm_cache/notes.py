@@ -79,8 +79,8 @@ class Notes:
             raise OSError("it is full")
 
     def _rewritten(self, about: str, value: JSON) -> bool:
-        """Replace the full file by the latest notes, those of other processes too, and this one;
-        False if they would fill more than half of it, now or before. Raises OSError."""
+        """Read the full file again and replace it by the latest notes and this one. Returns False
+        if they would fill more than half of the file, now or at an earlier call. Raises OSError."""
         if self._is_full:
             return False
         self._read()

@@ -104,8 +104,25 @@ def test_gated(name: str) -> None:
 def test_linear_is_torchs() -> None:
     x, w, bias = torch.randn(2, 5, 7), torch.randn(3, 7), torch.randn(3)
     torch.testing.assert_close(tmm_core.linear(x, w, bias), F.linear(x, w, bias))
-    with pytest.raises(RuntimeError, match="weight must be 2-D"):
-        tmm_core.linear(x, w[0])
+    with pytest.raises(RuntimeError, match=r"weight must be 2-D \[N, K\] or 1-D \[K\], got 0D"):
+        tmm_core.linear(x, w[0, 0])
+
+
+@pytest.mark.parametrize("shape", [(7,), (5, 7), (2, 5, 7), (0, 7)])
+@pytest.mark.parametrize("bias", [None, (), (-1,)])
+def test_a_vector_as_weight_is_torchs(shape: tuple[int, ...], bias: tuple[int, ...] | None) -> None:
+    """The bias, which torch takes for some shapes, broadcasts to a product without columns."""
+    x, w = torch.randn(shape, requires_grad=True), torch.randn(7, requires_grad=True)
+    added = None if bias is None else torch.randn(bias and shape[-2:-1])
+    expected = F.linear(x, w) + (0 if added is None else added)
+    grads = torch.autograd.grad(expected.square().sum(), (x, w))
+    found = tmm_core.linear(x, w, added)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(torch.autograd.grad(found.square().sum(), (x, w)), grads)
+    with torch.no_grad():
+        torch.testing.assert_close(tmm_core.linear(x, w, added), expected)
+        found = tmm_core.matmul(x, w, bias=added, epilogue="relu")
+    torch.testing.assert_close(found, F.relu(expected))
 
 
 def test_chains_and_objects() -> None:

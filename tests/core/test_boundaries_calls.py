@@ -167,7 +167,7 @@ def test_problems_are_tuned_in_order_while_the_next_is_prepared(
 
 def test_a_weight_has_two_dimensions() -> None:
     x, weight = operands((4, 8), (2, 6, 8))
-    message = r"linear\(\): weight must be 2-D \[N, K\], got 3D"
+    message = r"linear\(\): weight must be 2-D \[N, K\] or 1-D \[K\], got 3D"
     with pytest.raises(RuntimeError, match=message):
         tmm_core.linear(x, weight)
     for shape in ((3, 8), (4, 8, 1)):

@@ -156,21 +156,26 @@ def test_int4_that_torchao_wrote(torchao: Any, symmetric: bool) -> None:
     weight = torchao.Int4Tensor(stored, scale, zero, [1, group], torch.Size((n, k)))
     own = foreign.read(weight)
     assert own.stored.data_ptr() == stored.data_ptr()
-    assert own.scale.data_ptr() == scale.data_ptr()
     assert (own.zero is None) is symmetric
+    assert (own.scale.data_ptr() == scale.data_ptr()) is symmetric
     rounded = own.dequantize()  # a multiplication and an addition in bf16
     torch.testing.assert_close(rounded.double(), values.double(), rtol=2**-7, atol=2**-6)
     x = torch.randn(5, k, dtype=BF16)
     close(tmm_core.linear(x, weight), x.double() @ rounded.double().T)
 
 
+@pytest.mark.parametrize("constant", [False, True])
 @pytest.mark.parametrize("groups", [[0], [3], [0, 1, 2, 3]])
-def test_groups_of_zeros_that_torchao_wrote(torchao: Any, groups: list[int]) -> None:
+def test_groups_of_zeros_that_torchao_wrote(
+    torchao: Any, groups: list[int], constant: bool
+) -> None:
+    """A group with a scale of zero has one value, its zero point."""
     n, k, group = 24, 256, 64
     stored = torch.randint(-128, 128, (n, k // 2), dtype=torch.int8)
     scale = torch.rand(k // group, n).to(BF16) + 0.1
     zero = torch.randn(k // group, n).to(BF16)
-    scale[groups], zero[groups] = 0, 0
+    scale[groups] = 0
+    zero[groups] *= constant
     weight = torchao.Int4Tensor(stored, scale, zero, [1, group], torch.Size((n, k)))
     halves = torch.stack([stored << 4 >> 4, stored >> 4], -1).flatten(1).double()
     apart = halves.unflatten(-1, (-1, group)) * scale.t().double()[..., None]

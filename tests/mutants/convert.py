@@ -24,7 +24,7 @@ PACKED = "tests/core/test_packed_layers.py"
 
 CONVERTED = [
     Mutant("convert-sharded-inference", "compat.py",
-           "if torch.is_inference_mode_enabled() and not t.is_inference():", "if False:",
+           "leave and torch.is_inference_mode_enabled() and not t.is_inference()", "False",
            "a sharded layer refuses its first call in inference mode",
            (f"{RANKS}::test_a_sharded_gated_mlp_learns_after_inference",)),
     Mutant("convert-joined-in-inference", "nn/joint_storage.py", "torch.inference_mode(start.is_inference())",

@@ -103,7 +103,8 @@ class Format:
         if self.pack == 1:
             return stored
         mask = (1 << self.bits) - 1
-        codes = [(stored >> (self.bits * place)) & mask for place in range(self.pack)]
+        shifts = [self.bits * place for place in range(self.pack)]
+        codes = [grids.shift_right(stored, shift) & mask for shift in shifts]
         place = stored.dim() + along
         return torch.stack(codes, dim=place + 1).flatten(place, place + 1)
 
@@ -115,7 +116,7 @@ class Format:
         parts = codes.unflatten(along, (size, self.pack)).movedim(along, 0).unbind()
         stored: Tensor = parts[0].clone()
         for place, part in enumerate(parts[1:], 1):
-            stored |= part << (self.bits * place)
+            stored |= grids.shift_left(part, self.bits * place)
         return stored
 
     def values(

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from tmm_core.formats.grids import shift_left
+
 if TYPE_CHECKING:
     import triton.language as tl
 
@@ -26,8 +28,8 @@ def dequantize(codes: Tensor) -> Tensor:
     bits = codes.to(torch.int32)
     size = bits & 7
     # Two of the three bits are an exponent; 1 is the subnormal ½, whose bits in bf16 are 0x3F00.
-    wide = torch.where(size < 2, size * 0x3F00, 0x3F00 + (size << 6))
-    wide = (wide | (bits & 8) << 12) << 16
+    wide = torch.where(size < 2, size * 0x3F00, 0x3F00 + size * 64)
+    wide = shift_left(wide | (bits & 8) * 4096, 16)
     return wide.view(torch.float32).to(torch.bfloat16)
 
 

@@ -14,6 +14,9 @@ import torch
 
 Tensor = torch.Tensor
 
+#: ``<<`` and ``>>``, which leave the numbers of a DTensor as they are (torch 2.13).
+shift_left, shift_right = torch.bitwise_left_shift, torch.bitwise_right_shift
+
 #: The values that share a scale: ``(0, 0)`` all, ``(1, 0)`` a row of ``a`` or column of ``b``,
 #: ``(1, g)`` a group of g values along K, ``(128, 128)`` a block.
 Block = tuple[int, int]
@@ -106,7 +109,7 @@ def factors(scale: Tensor, dtype: torch.dtype) -> Tensor:
         return scale.to(dtype)
     bits = scale.to(torch.int32)
     # 2^-127 is a subnormal number, 0x00400000.
-    power = torch.where(bits == 0, 0x400000, bits << 23)
+    power = torch.where(bits == 0, 0x400000, shift_left(bits, 23))
     return torch.where(bits == 255, 0x7FC00000, power).view(torch.float32).to(dtype)
 
 
@@ -114,7 +117,7 @@ def exponents(scale: Tensor) -> Tensor:
     """The largest exponents whose powers of two do not exceed these positive numbers. NaN gives the
     exponent that stands for NaN."""
     # The exponent's bits: log2 would round a number just below a power of two up.
-    bits = (scale.float().view(torch.int32) >> 23).clamp(0, 254)
+    bits = shift_right(scale.float().view(torch.int32), 23).clamp(0, 254)
     return torch.where(scale.isnan(), 255, bits).to(EXPONENT)
 
 

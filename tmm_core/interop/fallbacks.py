@@ -138,6 +138,7 @@ def _checked(call: Arguments, epilogue: Epilogue) -> tuple[bool, int]:
         return False, width
     # Torch treats a vector as a row, so a bias of one row fits it.
     one_row = all(n == 1 for n in bias.shape[:-1]) and bias.dim() <= max(len(shape), 2)
+    one_row = one_row and (b.dim() > 1 or bias.numel() == 1)
     if not broadcasts(bias.shape[-1:] if one_row else bias.shape, (width,) if one_row else shape):
         raise ValueError(
             f"bias must have shape ({width},) or broadcast to the product's shape "

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from tmm_core.formats.grids import shift_right
 from tmm_core.formats.int4 import FORMAT
 from tmm_core.quantized import Quantized
 
@@ -48,7 +49,7 @@ def read(w_q: Tensor, meta: Mapping[str, Any]) -> Quantized:
             f"W_q must be uint8 of {n} × {k} numbers, two in a byte, in groups of {group}; got "
             f"{w_q.dtype} of shape {tuple(w_q.shape)}"
         )
-    numbers = torch.cat((w_q >> 4, w_q & 15)).reshape(n, k)
+    numbers = torch.cat((shift_right(w_q, 4), w_q & 15)).reshape(n, k)
     parts = {name: meta[name] for name in ("scale", "zero")}
     for name, t in parts.items():
         if t.numel() * group != n * k:
