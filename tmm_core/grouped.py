@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from tmm_core import compat, foreign, settings
@@ -142,7 +144,9 @@ def _batch(call: GroupedArguments) -> Tensor:
     text = interned_text(call.epilogue) if torch.compiler.is_compiling() else call.epilogue
     shape = torch.Size(check(call, epilogue_of(text)))
     count = shape[0]
-    if bias is None or bias.dim() == 1 or not count:
+    # DTensor flattens no shards of rows, and ragged rows have no rule for shards of groups.
+    sharded = isinstance(a, compat.dtensor())
+    if bias is None or bias.dim() == 1 or not count or sharded:
         parts = {
             role.name: t.unsqueeze(-1 if role.of == "a" else -2)
             if (t := getattr(call, role.name)) is not None and t.numel() != 1 and t.dim() < 3
@@ -154,9 +158,9 @@ def _batch(call: GroupedArguments) -> Tensor:
             a, b, shared, residual, call.alpha, call.epilogue, call.out_dtype,
             **parts, formats=call.formats,
         )  # fmt: skip
-        if out is not None:
-            return operator.write(plain._replace(out=out))
-        return operator.matmul(*plain[:-1])  # type: ignore[no-any-return]
+        if bias is not None and bias is not shared and sharded:
+            return fallbacks.answer(_product, plain._replace(bias=bias.unsqueeze(1), out=out))
+        return _product(plain._replace(out=out), call.epilogue)
     (m, k), n = a.shape[1:], shape[-1]
     if residual is not None:
         residual = residual.expand(shape).reshape(count * m, n)
@@ -173,6 +177,11 @@ def _batch(call: GroupedArguments) -> Tensor:
     with compat.uncast(out):
         y: Tensor = grouped_operator.grouped_matmul(*ragged[:-1]).view(shape)
     return y if out is None else fallbacks.copied_to(y, out, *call.given)
+
+
+def _product(call: Arguments, epilogue: Any) -> Tensor:
+    call = call._replace(epilogue=epilogue or "")
+    return operator.matmul(*call[:-1]) if call.out is None else operator.write(call)
 
 
 def grouped_linear(

@@ -165,8 +165,11 @@ def bias_of_shards(shape: tuple[int, ...], placed: str, epilogue: str | None) ->
 
 @pytest.mark.parametrize(
     ("shape", "placed", "epilogue"),
-    [((), "R", None), ((5, 12), "S1", "silu"), ((6, 5, 12), "S0", None)],
-)
+    [
+        ((), "R", None), ((5, 12), "S1", "silu"), ((6, 5, 12), "S0", None), ((1,), "S0", "silu"),
+        ((1, 1), "S1", None), ((1, 12), "S0", "relu"),
+    ],
+)  # fmt: skip
 def test_a_bias_of_shards_broadcasts(
     world: World, shape: tuple[int, ...], placed: str, epilogue: str | None
 ) -> None:
@@ -310,6 +313,31 @@ def test_grouped_products_of_shards(world: World, name: str) -> None:
     for expected, found, error in world.run(grouped, name):
         assert found == expected
         assert error < 1e-12
+
+
+def batch_of_groups(placed: str, epilogue: str | None) -> float:
+    """The error of a product of groups without ``offs``, each with a bias."""
+    from torch.distributed.tensor import distribute_tensor, init_device_mesh
+
+    mesh = init_device_mesh("cpu", (4,))
+    chance = torch.Generator().manual_seed(8)
+    a, b, bias = (
+        torch.randn(n, generator=chance).double() for n in ((4, 6, 8), (4, 8, 12), (4, 12))
+    )
+    texts = zip((a, b, bias), placed.split(), strict=True)
+    sharded = [distribute_tensor(t, mesh, placements(text)) for t, text in texts]
+    out = tmm_core.grouped_matmul(*sharded[:2], bias=sharded[2], epilogue=epilogue)
+    expected = warm.epilogue_of(epilogue or "").apply(a @ b + bias[:, None])
+    return float((out.full_tensor() - expected).abs().max() / expected.abs().max())
+
+
+@pytest.mark.parametrize(
+    ("placed", "epilogue"), [("S0 S0 S0", None), ("R S2 S1", "swiglu"), ("S1 R R", "silu")]
+)
+def test_a_batch_of_groups_of_shards_has_a_bias_each(
+    world: World, placed: str, epilogue: str | None
+) -> None:
+    assert max(world.run(batch_of_groups, placed, epilogue)) < 1e-14
 
 
 #: 8-bit operands: shapes of a, b and the scales, then placements of these and of the result.

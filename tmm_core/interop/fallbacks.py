@@ -64,6 +64,9 @@ def answer(matmul: Callable[[Arguments, Any], Tensor], call: Arguments) -> Tenso
         return copied_to(_by_torch(call, parsed), out, a, b, bias, residual)
     assert bias is not None
     if one_row:
+        if hasattr(bias, "placements"):  # DTensor reshapes no shard of one element
+            ones = [dim for dim, size in enumerate(bias.shape) if size == 1]
+            bias = bias.sum(ones, dtype=bias.dtype)
         row = bias.reshape(-1).expand(width).contiguous()
         return matmul(call._replace(bias=row), call.epilogue)
     if residual is None and parsed.is_identity:
