@@ -27,6 +27,7 @@ from tmm_core.interop import (
     flops,
     gradients,
     grouped_operator,
+    host_bound,
     row_quantization,
 )
 from tmm_core.interop.declaration import cast_first
@@ -1092,3 +1093,41 @@ def test_an_operator_is_left_once_enough_calls_cost_more_than_they_saved(
     monkeypatch.setattr(aten.Enabled, "install", lambda self: None)
     aten._answer_anew()
     assert (operator.left, operator.slowed) == ("", 0 if now else slowed)
+
+
+@pytest.mark.parametrize("answered", [True, False])
+def test_samples_of_calls_become_rarer(answered: bool) -> None:
+    at: list[int] = []
+    pace = host_bound.Pace(lambda: at.append(pace.calls))
+    pace.chose, tally = True, aten_answers.Tally()
+    answer = aten_answers.Answer(saves_us=2.0, tally=tally)
+    torchs = SimpleNamespace(call_boxed=None)
+    operator = aten_answers.Operator("mm", torchs, None, "heuristic", pace, list)
+    x = torch.zeros(1)
+    for _ in range(3000):
+        answer.count(pace, x) if answered else operator.count(x)
+    between = [after - before for before, after in zip([0, *at], at, strict=False)]
+    assert between[:5] == [16, 16, 32, 48, 64]
+    assert between[15:] == [240, *[256] * (len(between) - 16)]
+    assert (pace.host, pace.gpu, pace.chose) == (True, True, False)
+    assert (tally.calls, tally.saved_us) == ((3000, 6000.0) if answered else (0, 0.0))
+    assert operator.passed == (0 if answered else 3000)
+
+
+def test_the_gpu_is_behind_if_it_has_not_reached_the_event_of_the_last_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A call records an event, and the next one queries it; not during a capture."""
+    reached, at = iter([True, False]), list[tuple[int, bool, bool]]()
+    event = SimpleNamespace(record=lambda stream: None, query=lambda: next(reached))
+    capturing = [False] * 3 + [True] + [False] * 3
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing.pop(0))
+    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: device)
+    pace = host_bound.Pace(lambda: at.append((pace.calls, pace.host, pace.gpu)))
+    answer = aten_answers.Answer(tally=aten_answers.Tally())
+    x: Any = SimpleNamespace(is_cuda=True, device=torch.device("cpu"))
+    while capturing:
+        answer.count(pace, x)
+    # Call 33 begins the second sample, the capture at call 34 discards it, and 66 begins it anew.
+    assert at == [(17, True, False), (67, False, True)]

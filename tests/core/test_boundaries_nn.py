@@ -30,6 +30,7 @@ from tmm_core.nn import (
 from tmm_core.nn.gated_product import _Joint, gated_linear, joint_operands
 from tmm_core.nn.joint_storage import against_one_product, in_own_storage, stack, stackable, stacked
 from tmm_core.nn.together import only_multiply
+from tmm_core.spec.device import interpreting
 
 Tensor = torch.Tensor
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -101,6 +102,9 @@ def test_a_weight_in_a_storage_with_another_tensor_is_not_joined(bias: bool) -> 
         reason = against_one_product(layers, lambda shared=shared: shared)  # type: ignore[misc]
         assert reason is not None
         assert reason.startswith("their weights share memory with others")
+    for devices in (("meta", "meta"), ("cpu", "meta"), ("meta", "cpu")):  # not yet in memory
+        layers = [nn.Linear(6, 4, bias, device) for device in devices]
+        assert against_one_product(layers, lambda: alone) is None
 
 
 @pytest.mark.parametrize("dtype", [FP32, FP16, torch.float64])
@@ -242,6 +246,11 @@ def test_shards_are_gated_with_and_without_a_gradient(
     assert y is not None
     assert y.requires_grad is learning
     torch.testing.assert_close(y, F.silu(gate(x)) * up(x))
+    if kernel and interpreting():
+        given = gate.weight, up.weight, gate.bias, up.bias
+        recorded = gated_layers.recorded_product(x, *given, "swiglu")
+        assert recorded is not None
+        torch.testing.assert_close(recorded, y)
     with torch.autocast("cpu", dtype=BF16):
         assert mlp._sharded_product(gate, up, x) is None
     with torch.autograd.forward_ad.dual_level():

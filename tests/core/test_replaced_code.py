@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import sys
+import types
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch import nn
 from tmm_core.integrations import kernel_layers
 from tmm_core.nn import Linear, activation, classes, convert
 from tmm_core.nn.classes import ProductLayer
+from tmm_core.nn.reached import Reached, body
 
 Tensor = torch.Tensor
 HERE = sys.modules[__name__]
@@ -254,6 +256,25 @@ def test_a_gate_is_looked_at_again_once_it_may_be_another(monkeypatch: pytest.Mo
     assert [activation.gate_epilogue(each, Layer.gate) for each in copies] == [found, found]
     monkeypatch.setattr(Layer.gate, "__code__", Layer.other.__code__)
     assert activation.gate_epilogue(layer, Layer.gate) is None
+
+
+def test_copies_of_what_was_reached_name_modules_and_classes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    settings = types.ModuleType("settings_of_the_model")
+    settings.SLOPE = 0.5  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, settings.__name__, settings)
+    names = (settings, "SLOPE", 0.5), (Layer, "alpha", 1.702)
+    found = Reached((body(relu),), ((Layer, "gate", Layer.gate),), names)
+    pickled = pickle.dumps(found)
+    for each in (found, pickle.loads(pickled), copy.deepcopy(found)):
+        assert each == found
+        assert each.holds(Layer())
+    with monkeypatch.context() as patch:
+        patch.delitem(sys.modules, settings.__name__)  # as in a process that does not import it
+        assert not pickle.loads(pickled).holds(Layer())
+    monkeypatch.setattr(Layer, "alpha", 2.0)
+    assert not pickle.loads(pickled).holds(Layer())
 
 
 def test_a_method_that_other_code_put_in_a_class_is_not_the_classs(

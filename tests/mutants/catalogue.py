@@ -27,6 +27,7 @@ from outputs import OUTPUTS
 from packed import PACKED
 from path import PATH
 from pool import POOL
+from redrawn import REDRAWN
 from sampled import SAMPLED
 from swept import SWEPT
 from systematic_core import SYSTEMATIC_CORE
@@ -66,4 +67,5 @@ MUTANTS: list[Mutant] = [
     *SWEPT,
     *SYSTEMATIC_CORE,
     *OUTER,
+    *REDRAWN,
 ]

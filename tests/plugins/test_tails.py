@@ -95,6 +95,10 @@ def test_tiles_whose_overlap_would_be_summed_differently_are_not_cut() -> None:
         instance = problem(300, n, 5120)
         adapted = tile_shapes.adapted(instance, dataclasses.replace(config, tail_splits=splits))
         assert adapted.tail_splits == 1 or stored_unlike(instance, adapted) == 0
+    # Only columns overlap, and fewer than two columns of tiles stay whole.
+    across = problem(config.BLOCK_M, 1000, 5120)
+    assert tile_shapes.room_for_splits(across, config) == 1
+    assert tile_shapes.room_for_splits(dataclasses.replace(across, n=1024), config) > 1
     assert tile_shapes.adapted(dataclasses.replace(WIDE, batch=2), config).tail_splits == 1
     fixed = dataclasses.replace(WIDE, batch_invariant=True)
     assert tile_shapes.adapted(fixed, config).tail_splits == 1

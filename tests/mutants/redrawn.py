@@ -1,0 +1,39 @@
+"""Survivors of samples that were drawn after all others."""
+
+from __future__ import annotations
+
+from mutant import Mutant
+
+INTEROP = "tests/core/test_boundaries_interop.py"
+NN = "tests/core/test_boundaries_nn.py"
+
+REDRAWN = [
+    Mutant("redrawn-recorded-product", "nn/gated_product.py",
+           "return follow(z, epilogue, found)", "return None",
+           "training computes two products where one weight would serve",
+           (f"{NN}::test_shards_are_gated_with_and_without_a_gradient",)),
+    Mutant("redrawn-part-on-meta", "nn/joint_storage.py",
+           "if any(t.is_meta for t in given)", "if all(t.is_meta for t in given)",
+           "layers of which one is not yet in memory are never joined",
+           (f"{NN}::test_a_weight_in_a_storage_with_another_tensor_is_not_joined",)),
+    Mutant("redrawn-names-of-modules", "nn/reached.py",
+           "if isinstance(owner, types.ModuleType) else", "if not isinstance(owner, types.ModuleType) else",
+           "a model that read a module's constant cannot be pickled",
+           ("tests/core/test_replaced_code.py::"
+            "test_copies_of_what_was_reached_name_modules_and_classes",)),
+    Mutant("redrawn-samples-of-pace", "interop/aten_answers.py",
+           "self.saves_us\n        pace.calls = calls = pace.calls + 1\n        if calls >=",
+           "self.saves_us\n        pace.calls = calls = pace.calls + 1\n        if calls <",
+           "every call of an answered operator takes a sample",
+           (f"{INTEROP}::test_samples_of_calls_become_rarer",)),
+    Mutant("redrawn-event-of-another-call", "interop/host_bound.py",
+           "return waits, not waits", "return waits, waits",
+           "time that the GPU saves counts while the GPU waits for the host",
+           (f"{INTEROP}::test_the_gpu_is_behind_if_it_has_not_reached_the_event_of_the_last_call",)),
+    Mutant("redrawn-columns-overlap", "hopper/tile_shapes.py",
+           "across = _overlaps(problem.n, config.BLOCK_N)",
+           "across = _overlaps(config.BLOCK_N, problem.n)",
+           "an element's sum depends on which tile stores last",
+           ("tests/plugins/test_tails.py::"
+            "test_tiles_whose_overlap_would_be_summed_differently_are_not_cut",)),
+]  # fmt: skip
