@@ -136,13 +136,15 @@ def _of_any_type(call: Arguments, epilogue: EpilogueLike, transposed: bool = Fal
     Args:
         transposed: ``b`` is a layer's weight, ``[N, K]``.
     """
-    try:
-        b = compat.transposed(call.b) if transposed else call.b
-        return _answer(call._replace(b=b), epilogue)
-    except (NotImplementedError, TypeError) as error:
-        reraise(error)
-        if not fallbacks.foreign(call.a, call.b, call.bias):
-            raise
+    # torch.export passes on no operator of a tensor that is made of another's parts.
+    if not (transposed and torch.compiler.is_exporting() and fallbacks.foreign(call.b)):
+        try:
+            b = compat.transposed(call.b) if transposed else call.b
+            return _answer(call._replace(b=b), epilogue)
+        except (NotImplementedError, TypeError) as error:
+            reraise(error)
+            if not fallbacks.foreign(call.a, call.b, call.bias):
+                raise
     with compat.uncast(call.out):
         return fallbacks.by_type(call._replace(epilogue=interned_text(epilogue)), transposed)
 

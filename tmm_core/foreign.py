@@ -23,7 +23,7 @@ def read(t: Any) -> Any:
     if kind is Tensor or kind is torch.nn.Parameter:  # torch.compile cannot trace the rest
         return t
     reader = _READERS.get((kind.__module__.partition(".")[0], kind.__name__))
-    found = None if reader is None else reader(t)
+    found = None if reader is None or torch.compiler.is_exporting() else reader(t)
     return t if found is None else found
 
 

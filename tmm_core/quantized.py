@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, ClassVar
 
 import torch
@@ -280,7 +281,9 @@ class Quantized(torch.Tensor):
             return own
         if function is Tensor.__dlpack__:
             raise NotImplementedError("a quantised tensor has no memory of values: .dequantize()")
-        with compat.without_torch_function():
+        # The modes of an export do not pass on an operator of a tensor that is not traced.
+        constant = args and _is_constant(args[0])
+        with compat.without_torch_function(), compat.without_modes() if constant else nullcontext():
             return function(*args, **kwargs)
 
     @classmethod
@@ -318,6 +321,16 @@ class Quantized(torch.Tensor):
         raise NotImplementedError(
             f"{operator} of a quantised tensor: apply it to the values, .dequantize()"
         )
+
+
+def _is_exporting() -> bool:
+    """Whether an export runs this code, and does not read it as torch.compile does."""
+    return torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
+
+
+def _is_constant(t: Any) -> bool:
+    """Whether ``t`` is a constant of a program that is exported, and not one of its parameters."""
+    return _is_exporting() and isinstance(t, Quantized) and type(t.stored) is Tensor
 
 
 def _check_parts(data: Any, scale: Any, zero: Any) -> None:
@@ -413,7 +426,7 @@ def unpacked(call: Any, grouped: bool = False) -> Any:
                 f"{operand} is quantised, for which a product has no gradient, but requires one: "
                 "use requires_grad_(False) or torch.no_grad()"
             )
-        if torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling():
+        if _is_exporting() and not _is_constant(t):
             # The graph needs nodes of the parts. Torch makes them where parts are read, but not
             # inside of ``__torch_function__``.
             for name in t.__tensor_flatten__()[0]:

@@ -13,6 +13,7 @@ import torch
 import tmm_core
 from tmm_core import Quantized, formats
 from tmm_core.formats import grids
+from tmm_core.nn import convert
 from tmm_core.verify import compare
 
 Tensor = torch.Tensor
@@ -182,6 +183,35 @@ def test_groups_of_zeros_that_torchao_wrote(
     values = (apart + zero.t().double()[..., None]).flatten(1)
     x = torch.randn(5, k, dtype=BF16)
     close(tmm_core.linear(x, weight), x.double() @ values.T)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("parameter", [False, True])
+def test_exported_products_of_torchaos_weights(torchao: Any, parameter: bool, strict: bool) -> None:
+    class Layer(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(weight, requires_grad=False) if parameter else weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            return tmm_core.linear(x, self.weight)
+
+    weight = _weight(torchao, torchao.Int8WeightOnlyConfig(version=2)).data
+    x = torch.randn(5, 256, dtype=BF16)
+    program = torch.export.export(Layer(), (x,), strict=strict).module()
+    torch.testing.assert_close(program(x), torch.nn.functional.linear(x, weight))
+
+
+def test_a_layer_that_was_never_called_is_compiled_whole(torchao: Any) -> None:
+    """No other test has this slope, whose epilogue the graph would look up."""
+    model = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.LeakyReLU(0.137)).to(BF16)
+    torchao.quantize_(model, torchao.Int8WeightOnlyConfig(version=2))
+    x = torch.randn(5, 64, dtype=BF16)
+    expected = model(x)
+    assert convert(model).changes[0].kind == "epilogue"
+    torch.compiler.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(x), expected)
 
 
 def test_zero_points_are_read_again_when_they_change(torchao: Any) -> None:

@@ -369,7 +369,7 @@ CONVERTED = [
            "a weight no longer follows the array whose memory it was",
            ("tests/core/test_convert.py::test_a_gate_in_memory_of_other_code_stays_there",)),
     Mutant("convert-foreign-weight", "api.py",
-           "        if not fallbacks.foreign(call.a, call.b, call.bias):\n            raise\n", "        raise\n",
+           "            if not fallbacks.foreign(call.a, call.b, call.bias):\n                raise\n", "            raise\n",
            "a quantised weight is transposed, which its type cannot",
            (f"{MODELS}::test_quantised_weights",)),
     Mutant("convert-foreign-alpha", "interop/fallbacks.py",

@@ -9,6 +9,7 @@ import torch
 from tmm_core import api, foreign, formats
 from tmm_core.formats import grids
 from tmm_core.interop import autograd_state, fallbacks
+from tmm_core.interop.calls import interned_text
 from tmm_core.interop.row_quantization import quantize_rows
 from tmm_core.quantized import Quantized
 from tmm_core.rounding import quantize
@@ -59,7 +60,8 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None, epilogue: str) -> Te
         recorded = autograd_state.recorded(x, bias)
         if not recorded and type(x) is Tensor:
             return api.linear(x, stored, bias, epilogue=epilogue)
-    return fallbacks.by_type(Arguments(x, weight, bias, epilogue=epilogue), linear=True)
+    text = interned_text(epilogue)
+    return fallbacks.by_type(Arguments(x, weight, bias, epilogue=text), linear=True)
 
 
 def is_readable(weight: Any) -> bool:
