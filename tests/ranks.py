@@ -89,7 +89,8 @@ def sharded_gated_mlp(device: str, dtype: torch.dtype, learns: bool, sequence: b
     """Two calls of a GatedMLP whose gate and up are sharded by columns and whose down is by rows.
 
     Args:
-        sequence: Input and output are sharded by rows, and not on every rank whole.
+        sequence: Input and output are sharded by rows, and not on every rank whole. Then the layers
+            have no biases.
     """
     from torch.distributed.tensor import Replicate, Shard, init_device_mesh
     from torch.distributed.tensor.debug import CommDebugMode
@@ -104,7 +105,7 @@ def sharded_gated_mlp(device: str, dtype: torch.dtype, learns: bool, sequence: b
     ranks = dist.get_world_size()
     mesh = init_device_mesh(device, (ranks,))
     torch.manual_seed(0)
-    alone = GatedMLP(8, 12, bias=True, device=device, dtype=dtype)
+    alone = GatedMLP(8, 12, bias=not sequence, device=device, dtype=dtype)
     mlp = copy.deepcopy(alone)
     place = Shard(0) if sequence else Replicate()
     plan = {name: ColwiseParallel(input_layouts=place) for name in ("gate_proj", "up_proj")}

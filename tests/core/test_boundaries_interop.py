@@ -622,6 +622,9 @@ def test_a_bias_of_one_row_is_a_vector() -> None:
         torch.testing.assert_close(y, expected)
     stack = tmm_core.matmul(a[None], b, bias=bias[None, None], epilogue="relu")
     torch.testing.assert_close(stack, expected[None])
+    for left in (a, a[0]):  # of a vector b
+        z = tmm_core.matmul(left, b[:, 0], bias=bias[None, :1], epilogue="relu")
+        torch.testing.assert_close(z, torch.relu(left @ b[:, 0] + bias[0]))
     with pytest.raises(ValueError, match="bias must have shape"):
         tmm_core.matmul(a, b, bias=bias[None, :5])
     with pytest.raises(ValueError, match="bias must have shape"):

@@ -343,6 +343,17 @@ REPEATED = {
 }
 
 
+def test_a_compiler_may_be_limited_to_tagged_operators() -> None:
+    for name in REPEATED:
+        importlib.import_module(f"tmm_core.{name}")
+    names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("tmm::")]
+    assert {"tmm::matmul", "tmm::matmul.out", "tmm::gated_linear", "tmm::joint_linear"} <= {*names}
+    for name in names:
+        packet, _, overload = name.removeprefix("tmm::").partition(".")
+        tags = getattr(getattr(torch.ops.tmm, packet), overload or "default").tags
+        assert torch.Tag.pt2_compliant_tag in tags, name
+
+
 def test_interrupted_imports_can_be_repeated() -> None:
     """A traceback of the interruption may keep what the first import has registered."""
     names = [f"tmm_core.{module}" for module in REPEATED]

@@ -36,4 +36,16 @@ REDRAWN = [
            "an element's sum depends on which tile stores last",
            ("tests/plugins/test_tails.py::"
             "test_tiles_whose_overlap_would_be_summed_differently_are_not_cut",)),
+    Mutant("redrawn-tags-of-out", "interop/declaration.py",
+           "library.define(out_schema, tags=TAGS)", "library.define(out_schema)",
+           "a compiler that takes only compliant operators refuses out=",
+           ("tests/core/test_operator.py::test_a_compiler_may_be_limited_to_tagged_operators",)),
+    Mutant("redrawn-shards-without-bias", "nn/sharded.py",
+           "pair[1] if len(pair) > 1 else None", "pair[1] if len(pair) > 0 else None",
+           "a sharded gated MLP without biases raises",
+           ("tests/core/test_distributed.py::test_a_sharded_gated_mlp_is_one_gated_product",)),
+    Mutant("redrawn-row-of-a-vector", "interop/fallbacks.py",
+           "width = shape[-1] if b.dim() > 1 else 1", "width = shape[-1] if b.dim() > 1 else 0",
+           "a bias of one row beside a vector b is refused",
+           (f"{INTEROP}::test_a_bias_of_one_row_is_a_vector",)),
 ]  # fmt: skip
