@@ -113,10 +113,7 @@ def touch(path: Path) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder and its parents, all private; `mkdir(parents=True)` makes parents public.
-
-    Raises OSError.
-    """
+    """Make a folder and its parents, all private, unlike `mkdir(parents=True)`. Raises OSError."""
     if not folder.is_dir():
         if folder.parent != folder:
             make_folder(folder.parent)
@@ -143,9 +140,11 @@ def write_atomically(path: Path, data: bytes, mode: int = FILE_MODE) -> None:
                 rest = rest[os.write(handle, rest) :]
             os.fsync(handle)
         os.replace(temporary, path)
-    except BaseException:
+    except BaseException as error:
         with suppress(OSError):
             os.unlink(temporary)
+        if isinstance(error, OSError) and error.errno:
+            error.filename = str(path)  # a write's error names no file, others the temporary one
         raise
     # Makes the rename durable. Some network file systems can't sync a folder, which only costs
     # durability across a power cut.
@@ -177,11 +176,7 @@ def write_for_all(file: Path, data: bytes) -> None:
     Raises UsageError like `require_target`, OSError.
     """
     require_target(file)
-    try:
-        write_atomically(file.resolve(), data, mode=0o666)
-    except OSError as error:
-        # The error itself names the temporary file.
-        raise OSError(f"{file}: cannot be written ({error.strerror or error})") from error
+    write_atomically(file.resolve(), data, mode=0o666)
 
 
 def remove_with_lock(path: Path) -> None:

@@ -42,6 +42,8 @@ class Notes:
         #: user can have written it.
         self.foreign = foreign(root)
         self._notes: dict[str, JSON] = {}
+        #: Lines that a failing disk refused: the next note takes them along.
+        self._unwritten: dict[str, str] = {}
         #: Whether the latest notes alone fill the file.
         self._is_full = False
         if self.foreign is None:
@@ -63,19 +65,22 @@ class Notes:
 
     def write(self, about: str, value: JSON) -> None:
         """Like `add`; raises OSError if the file cannot be written."""
-        if self.get(about) == value:
+        if self.get(about) == value and about not in self._unwritten:
             return
         self._notes[about] = value
         # Checked each time: others may have been given write permission since.
         if self.foreign is not None or foreign(self._root) is not None:
             return
-        line = canonical([about, value]).encode("ascii")
+        self._unwritten[about] = canonical([about, value])
+        lines = "\n".join([*self._unwritten.values()]).encode("ascii")
 
         def append() -> bool:
             disk.make_folder(self.path.parent)
-            return disk.append_line(self.path, line, MAX_BYTES) or self._rewritten(about, value)
+            return disk.append_line(self.path, lines, MAX_BYTES) or self._rewritten(about, value)
 
-        if not disk.repeated(append):
+        is_written = disk.repeated(append)
+        self._unwritten.clear()  # another thread has its own in its lines
+        if not is_written:
             raise OSError("it is full")
 
     def _rewritten(self, about: str, value: JSON) -> bool:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import errno
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -138,9 +139,15 @@ def test_a_disk_that_fills_up_is_reported_with_the_name_of_the_file(
     monkeypatch.setattr(disk.os, "write", full)
     target = tmp_path / "records.json"
     assert main(["export", str(target)]) == 2
-    message = f"tmm-cache: {target}: cannot be written (No space left on device)\n"
+    message = f"tmm-cache: {target}: No space left on device\n"
     assert capsys.readouterr().err == message
     assert not list(tmp_path.glob("records*"))
+    monkeypatch.undo()
+    assert main(["export", str(target)]) == 0
+    root = tmp_path / "elsewhere"
+    monkeypatch.setattr(disk.os, "write", full)
+    assert main(["--cache-dir", str(root), "import", str(target)]) == 2
+    assert re.search(rf"tmm-cache: {root}/v2/.*json: No space left", capsys.readouterr().err)
 
 
 def test_freeze_creates_the_users_own_root(

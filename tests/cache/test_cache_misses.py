@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -100,6 +102,25 @@ def test_processes_append_without_losing_or_tearing_a_line(store: CacheStore) ->
     for logger in loggers:
         assert logger.communicate() == ("", "")
     assert sorted(logged(store)) == [*range(200)]
+
+
+def test_what_a_full_disk_refused_is_noted_with_the_next_miss(
+    store: CacheStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    store.log_miss(GPU, ENVIRONMENT, problem(m=0))
+    with monkeypatch.context() as patch, warned("cannot be written"):
+        patch.setattr(os, "write", full)
+        for m in (1, 2):
+            store.log_miss(GPU, ENVIRONMENT, problem(m=m))
+    assert logged(store) == [0]
+    store.log_miss(GPU, ENVIRONMENT, problem(m=1))
+    assert logged(store) == [0, 1, 2]
+    store.log_miss(GPU, ENVIRONMENT, problem(m=3))
+    assert logged(store) == [0, 1, 2, 3]
+    assert Notes("misses", None, store.root).path.read_bytes().count(b"\n") == 4
 
 
 def test_an_unreadable_log_is_a_warning(store: CacheStore, log: Path) -> None:

@@ -30,6 +30,7 @@ from torch import nn
 import tmm_core
 from tmm_core import Epilogue, Port
 from tmm_core.epilogues import EPILOGUES
+from tmm_core.spec import epilogue as spec_epilogue
 from tmm_core.spec.epilogue import INTERNED
 from tmm_core.spec.identity import cells_of, lasting_text
 
@@ -293,6 +294,26 @@ FIELDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
                            {"outputs": (Port("p", "tile", torch.float16),)}),
     "name": ({"name": "f"}, {"name": "g"}),
 }  # fmt: skip
+
+
+@pytest.mark.usefixtures("blas_alone")
+def test_epilogues_made_in_every_call_are_reported_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(spec_epilogue, "_of_process", {})
+    monkeypatch.setattr(spec_epilogue, "MANY", 2)
+
+    def called(factor: float) -> None:
+        mine = Epilogue("mine", lambda z: z * factor)
+        assert tmm_core.matmul(torch.ones(1, 1), torch.ones(1, 1), epilogue=mine) == factor
+
+    for factor in (1.0, 2.0, 1.0, 2.0):
+        called(factor)
+    assert caplog.messages == []
+    for factor in (3.0, 3.0, 4.0, 3.0):
+        called(factor)
+    (message,) = caplog.messages
+    assert message.startswith("2 epilogues (the last is 'mine') read different objects")
 
 
 @pytest.mark.usefixtures("blas_alone")

@@ -180,6 +180,10 @@ OUTER = [
            "a built-in epilogue whose function was replaced computes the built-in one",
            ("tests/core/test_identity.py::"
             "test_a_built_in_epilogue_with_another_function_is_its_own",)),
+    Mutant("outer-epilogues-many", "spec/epilogue.py", "if kept[0] == MANY and", "if False and",
+           "a program that makes an epilogue in each call grows without a word",
+           ("tests/core/test_identity.py::"
+            "test_epilogues_made_in_every_call_are_reported_once",)),
     Mutant("outer-doctor-probe", "commands/doctor.py",
            "return None if failure is None else str(failure)", "return None",
            "a kernel that falls in another process is launched in this one",

@@ -14,6 +14,7 @@ import functools
 import hashlib
 import inspect
 import itertools
+import logging
 import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
@@ -179,6 +180,8 @@ class Epilogue:
         if texts is None:
             kept = _of_process.setdefault(self._identity(), (len(_of_process), self._frozen))
             texts = [PROCESS, str(kept[0])]
+            if kept[0] == MANY and kept[1] is self._frozen:  # it was added now
+                logging.getLogger("tmm_core").warning(_HOLDS, MANY, self.name)
         return f"{text}@{hashlib.sha256(repr(texts).encode()).hexdigest()[:12]}"
 
     @property
@@ -434,6 +437,12 @@ _FUNCTIONS = ("reference", "derivative", "output_vjp", "device", "device_derivat
 INTERNED: dict[str, Epilogue] = {}
 #: The functions of built-in epilogues, by name.
 _built_in: dict[str, list[Any]] = {}
+#: So many epilogues of one process are reported: a program may make one in each call.
+MANY = 256
+_HOLDS = (
+    "%d epilogues (the last is %r) read different objects or numbers in closures; each is kept, "
+    "with its objects and a plan: make each once, and pass numbers as parameters"
+)
 #: Numbers of epilogues that are not lasting, by identity. Each epilogue is kept alive, with what
 #: its functions read, so that no other object gets an id that is part of its identity.
 _of_process: dict[Hashable, tuple[int, Any]] = {}
