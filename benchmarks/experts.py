@@ -2,10 +2,11 @@
 
 The same module, weights and routing each time; only ``experts_implementation`` differs. The whole
 layer behind the router is timed: sorting tokens by expert, gathering, both products, the gate,
-weighing and adding. ``--training`` adds the gradients of tokens, weights and scores. On a GPU it is
-captured and replayed, interleaved::
+weighing and adding. ``--training`` adds the gradients of tokens, weights and scores. ``--weights``
+rounds tmm's copy of the weights. On a GPU the layer is captured and replayed, interleaved::
 
     python benchmarks/experts.py --json experts.json
+    python benchmarks/experts.py --weights int4 --tokens 1 16 64 512 8192
 
 The weights of one layer exceed the L2 many times, so that every replay reads them from memory.
 Needs Transformers 5.0 or later.
@@ -28,6 +29,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 import tmm_core
 import tmm_core.integrations.transformers
+from tmm_core.nn import convert
 from tmm_core.tuning.timing import timer_for
 
 Tensor = torch.Tensor
@@ -90,19 +92,23 @@ def exact(experts: Any, given: tuple[Tensor, Tensor, Tensor]) -> Tensor:
     return wide(x.float(), chosen, weights.float())  # type: ignore[no-any-return]
 
 
-def measure(name: str, tokens: int, device: torch.device, training: bool) -> dict[str, Any]:
+def measure(
+    name: str, tokens: int, device: torch.device, training: bool, weights: str | None
+) -> dict[str, Any]:
     """µs of the layer by both ways, and the root mean square errors of its result; with
-    ``training``, µs of the result and all gradients."""
-    experts = layer(name, device)
+    ``training``, µs of the result and all gradients. tmm's weights are rounded to ``weights``."""
+    experts = own = layer(name, device)
+    if weights is not None:
+        own = convert(copy.deepcopy(experts), weights=weights).model
     given = routed(experts, tokens, device)
-    x, chosen, weights = given
+    x, chosen, scores = given
     grad = torch.randn_like(x)
-    learns = [x, weights, *experts.parameters()] if training else []
+    learns = [x, scores, *experts.parameters()] if training else []
 
     def by(way: str) -> Callable[[int], Any]:
         def run(_: int = 0) -> Any:
             experts.config._experts_implementation = way
-            y = experts(x, chosen, weights)
+            y = (own if way == "tmm" else experts)(x, chosen, scores)
             return torch.autograd.grad(y, learns, grad) if torch.is_grad_enabled() else y
 
         return run
@@ -112,7 +118,7 @@ def measure(name: str, tokens: int, device: torch.device, training: bool) -> dic
     for way in WAYS:  # and tunes
         error = by(way)().float() - reference
         errors[way] = float(error.square().mean().sqrt() / reference.square().mean().sqrt())
-    if not errors["tmm"] <= ALLOWANCE * errors["grouped_mm"]:
+    if weights is None and not errors["tmm"] <= ALLOWANCE * errors["grouped_mm"]:
         raise SystemExit(f"{name}, {tokens} tokens: errors against float32 {errors}")
     del reference
     with torch.set_grad_enabled(training):
@@ -126,7 +132,7 @@ def measure(name: str, tokens: int, device: torch.device, training: bool) -> dic
     us = {way: round(statistics.median(mine), 2) for way, mine in zip(WAYS, samples, strict=True)}
     ratio = round(us["grouped_mm"] / us["tmm"], 3)
     found = {"layer": name, "tokens": tokens, "us": us, "ratio": ratio, "errors": errors}
-    return found | ({"training": True} if training else {})
+    return found | ({"training": True} if training else {"weights": weights} if weights else {})
 
 
 @torch.no_grad()
@@ -135,16 +141,19 @@ def main() -> None:
     parser.add_argument("--layers", nargs="+", choices=LAYERS, default=["Qwen3-30B", "Mixtral"])
     parser.add_argument("--tokens", nargs="+", type=int, default=[16, 512, 8192])
     parser.add_argument("--training", action="store_true", help="time gradients, too")
+    parser.add_argument("--weights", choices=("int8", "fp8", "int4"), help="round tmm's weights")
     parser.add_argument("--budget", type=float, default=10.0, help="seconds to tune a product")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers here")
     options = parser.parse_args()
+    if options.training and options.weights:
+        parser.error("rounded weights have no gradients")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     tmm_core.integrations.transformers.register()
     found = []
     with tmm_core.override(tune_budget=options.budget):
         for name in options.layers:
             for tokens in options.tokens:
-                found.append(measure(name, tokens, device, options.training))
+                found.append(measure(name, tokens, device, options.training, options.weights))
                 us = found[-1]["us"]
                 print(
                     f"{name:10} {tokens:5} tokens: grouped_mm {us['grouped_mm']:9.1f} µs, "
