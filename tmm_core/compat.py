@@ -14,7 +14,8 @@ import functools
 import importlib
 import sys
 import warnings
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -279,12 +280,22 @@ def dtensor_spec(t: Any) -> Any:
     return getattr(t, "_spec", None)
 
 
-def transposed(t: torch.Tensor) -> torch.Tensor:
-    """``t.t()``, also of a DTensor in inference mode, where torch (2.13) makes no view of it."""
+@contextmanager
+def _outside_inference() -> Iterator[None]:
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+def viewing(t: torch.Tensor) -> AbstractContextManager[Any]:
+    """The context in which torch makes a view of ``t``: of a DTensor, none in inference mode."""
     leave = not torch.compiler.is_compiling() and isinstance(t, dtensor())
     leave = leave and torch.is_inference_mode_enabled() and not t.is_inference()
-    normal: Any = torch.inference_mode(False) if leave else nullcontext()
-    with normal, torch.no_grad() if leave else nullcontext():
+    return _outside_inference() if leave else nullcontext()
+
+
+def transposed(t: torch.Tensor) -> torch.Tensor:
+    """``t.t()``, also of a DTensor in inference mode."""
+    with viewing(t):
         return t.t()
 
 

@@ -23,7 +23,7 @@ _aten = torch.ops.aten
 #: Operators that apply to each part by itself.
 _EACH = {
     _aten.detach.default, _aten.alias.default, _aten.clone.default, _aten.t.default,
-    _aten.transpose.int, _aten.permute.default,
+    _aten.transpose.int, _aten.permute.default, _aten._pin_memory.default,
 }  # fmt: skip
 #: The operators among them that move dimensions.
 _MOVES = {_aten.t.default, _aten.transpose.int, _aten.permute.default}
@@ -279,8 +279,11 @@ class Quantized(torch.Tensor):
             for name in own.__tensor_flatten__()[0]:
                 getattr(own, name).share_memory_()
             return own
-        if function is Tensor.__dlpack__:
-            raise NotImplementedError("a quantised tensor has no memory of values: .dequantize()")
+        if function in (Tensor.__dlpack__, Tensor.storage):
+            raise RuntimeError(
+                "a quantised tensor has no memory of values: .dequantize(), or store its parts "
+                "(.stored, .scale and .zero)"
+            )
         # The modes of an export do not pass on an operator of a tensor that is not traced.
         constant = args and _is_constant(args[0])
         with compat.without_torch_function(), compat.without_modes() if constant else nullcontext():
@@ -292,9 +295,14 @@ class Quantized(torch.Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         own, *rest = args
+        if operator is _aten.new_empty.default and list(rest[0]) == list(own.shape):
+            operator, rest = _aten.empty_like.default, []
         if operator in _EACH:
             along = own._along_after(operator, rest)
-            return own._each(lambda t: operator(_expanded(t, own), *rest, **kwargs), along=along)
+            with compat.viewing(own.stored):
+                return own._each(
+                    lambda t: operator(_expanded(t, own), *rest, **kwargs), along=along
+                )
         if operator in _CASTS:
             dtype = kwargs.pop("dtype", None) or own.dtype
             if not dtype.is_floating_point or dtype.itemsize < 2:
@@ -308,6 +316,9 @@ class Quantized(torch.Tensor):
             for name in own.__tensor_flatten__()[0]:
                 getattr(own, name).copy_(getattr(other, name))
             return own
+        # torch.distributed.checkpoint then stores it whole, which no shard is.
+        if operator is _aten.is_pinned.default and not isinstance(own.stored, compat.dtensor()):
+            return operator(own.stored, *rest, **kwargs)
         if operator is _CHECKS:
             return super().__torch_dispatch__(operator, types, tuple(args), kwargs)
         if operator.namespace == "tmm":
@@ -318,9 +329,7 @@ class Quantized(torch.Tensor):
         # In inference mode torch passes operators that it otherwise decomposes first, like ``to``.
         if (y := operator.decompose(*args, **kwargs)) is not NotImplemented:
             return y
-        raise NotImplementedError(
-            f"{operator} of a quantised tensor: apply it to the values, .dequantize()"
-        )
+        raise NotImplementedError(f"{operator} of a quantised tensor: {_advice(operator, own)}")
 
 
 def _is_exporting() -> bool:
@@ -331,6 +340,21 @@ def _is_exporting() -> bool:
 def _is_constant(t: Any) -> bool:
     """Whether ``t`` is a constant of a program that is exported, and not one of its parameters."""
     return _is_exporting() and isinstance(t, Quantized) and type(t.stored) is Tensor
+
+
+def _advice(operator: Any, first: Any) -> str:
+    """What to do instead of an operator that quantised tensors do not have."""
+    written = first[0] if isinstance(first, (list, tuple)) and first else first
+    if operator._schema.is_mutable and isinstance(written, Quantized):
+        text = "its values are not written; quantise others, and copy_ or assign them"
+    else:
+        text = "apply it to the values, .dequantize()"
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        text += (
+            "; DDP takes quantised parameters with init_sync=False, and FSDP among its "
+            "ignored_states or ignored_params"
+        )
+    return text
 
 
 def _check_parts(data: Any, scale: Any, zero: Any) -> None:

@@ -586,6 +586,56 @@ def test_shards_of_quantised_weights_hold_whole_blocks(world: World, case: Store
         assert error < 2e-2
 
 
+#: What takes quantised parameters on several ranks, and how (docs/shard.md).
+WRAPPERS = ("DDP", "DDP that sends", "FSDP", "fully_shard", "fully_shard all", "inference mode")
+
+
+def wrapped(kind: str) -> float | str:
+    """The error of a product by a quantised weight of a wrapped model, or why there is none."""
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+    from torch.distributed.tensor import distribute_tensor, init_device_mesh
+
+    mesh = init_device_mesh("cpu", (4,))
+    torch.manual_seed(3)
+    model: Any = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 32))
+    report = convert(model[1:], weights="int4")
+    assert report.changes
+    quantised, x = model[1].weight, torch.randn(5, 64)
+    expected = nn.functional.linear(model[0](x), quantised.dequantize(), model[1].bias)
+    parts = (distribute_tensor(t, mesh) for t in (quantised.stored, quantised.scale))
+    weight = tmm_core.Quantized(*parts, format="int4", block=quantised.block)
+    sends = kind == "DDP that sends"
+    try:
+        with torch.inference_mode(kind == "inference mode"), torch.no_grad():
+            if kind.startswith("DDP"):
+                model = nn.parallel.DistributedDataParallel(model, init_sync=sends)
+            elif kind == "FSDP":
+                model = FullyShardedDataParallel(
+                    model, device_id=torch.device("cpu"), ignored_states=[quantised]
+                )
+            elif kind == "inference mode":  # its parts are shards
+                x = distribute_tensor(model[0](x), mesh)
+                y = tmm_core.linear(x, weight, distribute_tensor(model[1].bias, mesh))
+                return float((y.full_tensor() - expected).abs().max())
+            else:
+                ignored = set() if kind.endswith("all") else {quantised}
+                fully_shard(model, mesh=mesh, ignored_params=ignored)
+            return float((model(x) - expected).abs().max())
+    except NotImplementedError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("kind", WRAPPERS)
+def test_wrappers_of_quantised_parameters(world: World, kind: str) -> None:
+    refused = kind in ("DDP that sends", "fully_shard all")
+    for found in world.run(wrapped, kind):
+        if refused:
+            assert "DDP takes quantised parameters with init_sync=False, and FSDP" in str(found)
+        else:
+            assert isinstance(found, float), found
+            assert found < 1e-2
+
+
 def test_a_bias_is_not_taken_for_a_residual(world: World) -> None:
     assert max(world.run(bias_then_residual)) < 1e-13
 

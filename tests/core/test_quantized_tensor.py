@@ -6,6 +6,7 @@ import copy
 import io
 import math
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -307,6 +308,26 @@ def test_modules_of_it(pair: tuple[Quantized, Tensor]) -> None:
     close(layer(X), X.double() @ values.T)
 
 
+def test_files_of_safetensors_hold_parts_only(tmp_path: Path) -> None:
+    safetensors = pytest.importorskip("safetensors.torch")
+    state = {"weight": made("int4", 24, 256)[0]}
+    with pytest.raises(RuntimeError, match=r"store its parts \(.stored, .scale and .zero\)"):
+        safetensors.save_file(state, tmp_path / "model.safetensors")
+
+
+@pytest.mark.filterwarnings("ignore:.*save in a single process:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*load in a single process:UserWarning")
+def test_distributed_checkpoints(pair: tuple[Quantized, Tensor], tmp_path: Path) -> None:
+    """Torch asks whether a tensor is pinned, and copies what it read to a tensor like it."""
+    checkpoints = pytest.importorskip("torch.distributed.checkpoint")
+    weight, values = pair
+    checkpoints.save({"weight": weight}, checkpoint_id=tmp_path, no_dist=True)
+    state: Any = {"weight": weight.new_empty(weight.shape)}
+    assert isinstance(state["weight"], Quantized)
+    checkpoints.load(state, checkpoint_id=tmp_path, no_dist=True)
+    close(tmm_core.linear(X, state["weight"]), X.double() @ values.T)
+
+
 TRANSFORMED = r"torch\.func transforms"
 
 
@@ -337,9 +358,10 @@ def test_data_that_is_not_quantised_is_refused() -> None:
         weight.data = torch.zeros(32, 64, dtype=weight.dtype)
     assert torch.equal(weight.dequantize(), before)
     plain = torch.zeros(32, 64, dtype=weight.dtype)
-    for one, other in ((plain, weight), (weight, plain)):
-        with pytest.raises(NotImplementedError, match=r"aten.copy_.default of .*dequantize\(\)"):
-            one.copy_(other)
+    with pytest.raises(NotImplementedError, match=r"aten.copy_.default of .*dequantize\(\)"):
+        plain.copy_(weight)
+    with pytest.raises(NotImplementedError, match=r"aten.copy_.default of .* not written"):
+        weight.copy_(plain)
 
 
 def test_gradients_that_no_product_has(pair: tuple[Quantized, Tensor]) -> None:
@@ -459,7 +481,12 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "no number": (lambda: Quantized(BYTES[0, 0], SCALE), ValueError, "dtype|int8|along K"),
     "integers": (lambda: _int4().to(torch.int32), NotImplementedError, "floating values"),
     "bytes": (lambda: _int4().to(torch.float8_e5m2), NotImplementedError, "floating values"),
-    "addresses": (lambda: _int4().__dlpack__(), NotImplementedError, "no memory of values"),
+    "addresses": (lambda: _int4().__dlpack__(), RuntimeError, "no memory of values"),
+    "a storage": (lambda: _int4().storage(), RuntimeError, "store its parts"),
+    "a write": (lambda: _int4().zero_(), NotImplementedError, "quantise others, and copy_"),
+    "a list to write": (
+        lambda: torch._foreach_mul_([_int4()], 2.0), NotImplementedError, "values are not written",
+    ),
     "fp64": (lambda: tmm_core.linear(X.double(), _int4()), RuntimeError, "beside a quantised"),
     "complex": (
         lambda: tmm_core.linear(X.to(torch.complex64), _int4()), RuntimeError,

@@ -111,7 +111,11 @@ class Underivable(OneLevel):
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor | None) -> Any:
-        raise RuntimeError("tmm has no derivative for {} @ {}".format(*ctx.dtypes))
+        a, b = ctx.dtypes
+        raise RuntimeError(
+            f"tmm has no derivative for {a} @ {b}: multiply the values of stored numbers "
+            "(Quantized.dequantize()), or call it under torch.no_grad()"
+        )
 
     jvp = backward
 
