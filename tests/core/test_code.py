@@ -183,6 +183,29 @@ def test_a_kernel_without_files_has_a_version_of_its_class(name: str, site: Path
     assert typed(KERNEL, name).version != own().version
 
 
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # of a process with threads
+def test_forked_children_share_no_identity(site: Path) -> None:
+    """Each child's kernel would pass for the one that another child verified."""
+
+    def identities() -> str:
+        number = os.getpid()
+        return f"{typed(KERNEL).version} {tmm_core.Epilogue('f', lambda z: z * number).key}"
+
+    found = []
+    for _ in range(2):
+        reader, writer = os.pipe()
+        if not (child := os.fork()):
+            os.write(writer, identities().encode())
+            os._exit(0)
+        os.close(writer)
+        assert os.waitpid(child, 0)[1] == 0
+        with open(reader) as pipe:
+            found.append(pipe.read().split())
+    (one, one_key), (other, other_key) = found
+    assert one != other
+    assert one_key != other_key
+
+
 PROGRAM = """
 import sys
 from stranger.kernel import Own

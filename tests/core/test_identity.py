@@ -301,7 +301,7 @@ def test_epilogues_made_in_every_call_are_reported_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(spec_epilogue, "_of_process", {})
-    monkeypatch.setattr(spec_epilogue, "MANY", 2)
+    monkeypatch.setattr(spec_epilogue, "MANY", 3)
 
     def called(factor: float) -> None:
         mine = Epilogue("mine", lambda z: z * factor)
@@ -313,7 +313,7 @@ def test_epilogues_made_in_every_call_are_reported_once(
     for factor in (3.0, 3.0, 4.0, 3.0):
         called(factor)
     (message,) = caplog.messages
-    assert message.startswith("2 epilogues (the last is 'mine') read different objects")
+    assert message.startswith("3 epilogues (the last is 'mine') read different objects")
 
 
 @pytest.mark.usefixtures("blas_alone")

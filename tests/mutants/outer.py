@@ -180,7 +180,7 @@ OUTER = [
            "a built-in epilogue whose function was replaced computes the built-in one",
            ("tests/core/test_identity.py::"
             "test_a_built_in_epilogue_with_another_function_is_its_own",)),
-    Mutant("outer-epilogues-many", "spec/epilogue.py", "if kept[0] == MANY and", "if False and",
+    Mutant("outer-epilogues-many", "spec/epilogue.py", "if kept is new and len(_of_process) == MANY:", "if False:",
            "a program that makes an epilogue in each call grows without a word",
            ("tests/core/test_identity.py::"
             "test_epilogues_made_in_every_call_are_reported_once",)),

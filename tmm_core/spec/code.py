@@ -32,9 +32,6 @@ _LEAST_BYTES = 8192
 _LIBRARY_FOLDERS = (".dylibs", ".libs")
 #: Suffixes of the files and folders that an installer itself writes.
 _INSTALLER_SUFFIXES = (".dist-info", ".egg-info", ".data", ".pth", "__pycache__")
-#: A text that differs in every process.
-PROCESS = os.urandom(6).hex()
-_numbers = itertools.count()
 
 
 def version_of(kernel: Any, stated: str, distribution: str = "") -> str:
@@ -109,7 +106,13 @@ def is_typed(function: FunctionType) -> bool:
 
 @functools.cache
 def _of_process(kinds: tuple[type, ...]) -> str:
-    return _short(PROCESS, str(next(_numbers)))
+    return unique()
+
+
+def unique() -> str:
+    """Return twelve hexadecimal digits that no other call returns, in any process: children that a
+    process forks would count alike."""
+    return os.urandom(6).hex()
 
 
 def package_digest(module: str) -> str | None:

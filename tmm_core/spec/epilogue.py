@@ -25,7 +25,7 @@ import torch
 from tmm_base.guards import suppress
 
 from tmm_core.errors import of_the_call, shown
-from tmm_core.spec.code import PROCESS
+from tmm_core.spec.code import unique
 from tmm_core.spec.identity import cells_of, frozen, identity, lasting_text, reader_of
 from tmm_core.spec.port import DTYPES, Port
 
@@ -178,9 +178,10 @@ class Epilogue:
             return text
         texts = self._lasting_texts
         if texts is None:
-            kept = _of_process.setdefault(self._identity(), (len(_of_process), self._frozen))
-            texts = [PROCESS, str(kept[0])]
-            if kept[0] == MANY and kept[1] is self._frozen:  # it was added now
+            new = unique(), self._frozen
+            kept = _of_process.setdefault(self._identity(), new)
+            texts = [kept[0]]
+            if kept is new and len(_of_process) == MANY:
                 logging.getLogger("tmm_core").warning(_HOLDS, MANY, self.name)
         return f"{text}@{hashlib.sha256(repr(texts).encode()).hexdigest()[:12]}"
 
@@ -443,9 +444,9 @@ _HOLDS = (
     "%d epilogues (the last is %r) read different objects or numbers in closures; each is kept, "
     "with its objects and a plan: make each once, and pass numbers as parameters"
 )
-#: Numbers of epilogues that are not lasting, by identity. Each epilogue is kept alive, with what
+#: Texts of epilogues that are not lasting, by identity. Each epilogue is kept alive, with what
 #: its functions read, so that no other object gets an id that is part of its identity.
-_of_process: dict[Hashable, tuple[int, Any]] = {}
+_of_process: dict[Hashable, tuple[str, Any]] = {}
 
 
 def _defaults(epilogue: Epilogue) -> tuple[float, ...]:
