@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import Shard
 
 import tmm_core
-from tmm_core import Quantized
+from tmm_core import Quantized, settings
 from tmm_core.nn import (
     Experts,
     Linear,
@@ -28,7 +28,14 @@ from tmm_core.nn import (
     stored_weights,
 )
 from tmm_core.nn.gated_product import _Joint, gated_linear, joint_operands
-from tmm_core.nn.joint_storage import against_one_product, in_own_storage, stack, stackable, stacked
+from tmm_core.nn.joint_storage import (
+    against_one_product,
+    in_own_storage,
+    move_together,
+    stack,
+    stackable,
+    stacked,
+)
 from tmm_core.nn.together import only_multiply
 from tmm_core.spec.device import interpreting
 
@@ -275,6 +282,40 @@ def test_projections_in_a_graph_are_those_of_each_weight(
     if learning:
         y.sum().backward()
         torch.testing.assert_close(x.grad, weight.sum(0).expand(2, 3, 6))
+
+
+@pytest.mark.parametrize("compiling", [False, True])
+@pytest.mark.parametrize("static", [(), (0,), (0, 1)])
+@pytest.mark.parametrize("biased", [(), (0,), (1,), (0, 1)])
+def test_projections_have_their_own_biases(
+    biased: tuple[int, ...], static: tuple[int, ...], compiling: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    layers: list[Any] = [Linear(6, n, bias=i in biased) for i, n in enumerate((4, 3))]
+    seen: list[bool] = []
+    linear = projections.api.linear
+
+    def spied(*given: Any) -> Tensor:
+        seen.append(settings.current().static_weights)
+        return linear(*given)
+
+    for i, layer in enumerate(layers):
+        layer.static_weights = i in static
+    move_together(*(layer.weight for layer in layers))
+    if len(biased) == 2:
+        move_together(*(layer.bias for layer in layers))
+    monkeypatch.setattr(projections.api, "linear", spied)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiling)
+    x = torch.randn(2, 3, 6)
+    with torch.no_grad():
+        found = projections.JointProduct(layers)._product(x)
+        assert [*found] == ([] if len(biased) == 1 else [0, 1])
+        for i, columns in found.items():
+            right = F.linear(x, layers[i].weight, layers[i].bias)
+            torch.testing.assert_close(columns, right)
+    if not compiling:
+        assert seen == ([] if len(biased) == 1 else [len(static) == 2])
+    assert projections.JointProduct(layers)._product(x) == {}  # each records its own gradient
 
 
 class Projects:

@@ -621,6 +621,27 @@ def test_a_pass_that_is_set_runs_first() -> None:
         tmm_core.inductor_options(when="never")  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("earlier", [0, 1, 2])
+@pytest.mark.parametrize("listed", [False, True])
+def test_passes_are_taken_back(earlier: int, listed: bool) -> None:
+    config: Any = tmm_core.compat.inductor_config()
+    passes = [len, str][:earlier]  # of another library
+    before: Any = passes if listed or earlier > 1 else passes[0] if passes else None
+    with config.patch(dict.fromkeys((kind.option for kind in PASSES), before)):
+        assert not inductor.is_installed()
+        for _ in range(2):
+            inductor.install()
+            assert inductor.is_installed()
+            for kind in PASSES:
+                assert getattr(config, kind.option).before == passes
+        for _ in range(2):
+            inductor.uninstall()
+            assert not inductor.is_installed()
+            for kind in PASSES:
+                left = getattr(config, kind.option)
+                assert left == (passes if earlier > 1 else passes[0] if passes else before or None)
+
+
 def test_the_key_changes_with_the_records() -> None:
     recorded({"blas": 10.0, "fast": 4.0})
     before = Rewrite("records").uuid()

@@ -48,4 +48,12 @@ REDRAWN = [
            "width = shape[-1] if b.dim() > 1 else 1", "width = shape[-1] if b.dim() > 1 else 0",
            "a bias of one row beside a vector b is refused",
            (f"{INTEROP}::test_a_bias_of_one_row_is_a_vector",)),
+    Mutant("redrawn-pass-of-before", "interop/inductor.py",
+           "before[0] if len(before) == 1", "before[1] if len(before) == 1",
+           "disable() raises if torch's option held another pass",
+           ("tests/core/test_inductor.py::test_passes_are_taken_back",)),
+    Mutant("redrawn-joint-biases", "nn/projections.py",
+           "[bias for bias in biases if bias is not None]", "[bias for bias in biases if bias is None]",
+           "compiled projections lose their biases",
+           (f"{NN}::test_projections_have_their_own_biases",)),
 ]  # fmt: skip
