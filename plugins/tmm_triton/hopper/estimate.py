@@ -46,10 +46,10 @@ _PART_US, _WAITING_US = 1.0, 3.0
 _ENDED_US = 0.3
 #: Bytes per µs at which the reducing kernel reads parts of every tile (``splits``) from L2.
 _PARTS_BYTES = 3e6
-#: Factor on multiplying where the sums of each step are added separately: by the number of
-#: consumers, and in two halves. Measured on an H100 with scales of blocks, in tiles of 64×128,
-#: 128×128, 192×128 and 128×256 (``benchmarks/results/h100/step_scales.txt``).
-_PROMOTED, _HALVES = {1: 1.6, 2: 1.4, 3: 1.25}, 1.25
+#: Factor on the loads' time where the sums of each step are scaled and added separately, if all SMs
+#: work. Fitted to 270 configs with scales of blocks, of 21 products on an H100 and an H200
+#: (``benchmarks/results/h200/scaled_loads.txt``).
+_SCALED_LOADS = 1.7
 #: Maximum rows (columns) of the output for which ``evict_first`` is tried, since few tiles read the
 #: other operand. Maximum for which it always won. The factor on memory's time without it.
 #: Saved on an H200, in µs:
@@ -80,7 +80,8 @@ def estimate_us(problem: Problem, config: WarpSpecializedConfig) -> float:
         load = depth / config.BLOCK_K * (_WORDS_US + box / _SM_WORDS_BYTES)
     c = Constants.of(problem, config)
     if c.promoted:
-        multiply *= _HALVES if c.halves else _PROMOTED[c.consumers]
+        working = tile_count(problem, config) * config.splits / Machine.of(problem.device).sms
+        load *= max(1.0, _SCALED_LOADS * min(1.0, working))
     loop = max(multiply, load) + load * _POWER
     epilogue = _EPILOGUE_US * config.BLOCK_M * config.BLOCK_N / (128 * 256)
     if not problem.epilogue.is_identity or problem.residual is not None:
