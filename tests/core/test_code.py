@@ -10,6 +10,7 @@ import sys
 import time
 import types
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,14 @@ from tmm_cache import CacheStore
 from tmm_cache.fields import NAME_MAX
 
 import tmm_core
+from tmm_core import formats
 from tmm_core.dispatch.first_use import FirstUse
 from tmm_core.registry.query import CheckedKernel
 from tmm_core.registry.registry import Registry, Source
 from tmm_core.spec import code
-from tmm_core.spec.code import version_of
+from tmm_core.spec.code import format_code, version_of
 from tmm_core.spec.kernel import Candidate
+from tmm_core.spec.operand import Operand
 
 KERNEL = """
 import functools
@@ -181,6 +184,46 @@ def test_a_kernel_without_files_has_a_version_of_its_class(name: str, site: Path
     assert one.version != other.version
     assert one.version == type(one)().version
     assert typed(KERNEL, name).version != own().version
+
+
+FORMAT = """
+from dataclasses import replace
+from tmm_core import hookimpl
+from tmm_core.formats import FORMATS
+def dequantize(codes): return FORMATS["int8"].dequantize(codes)
+FORMAT = replace(FORMATS["int8"], name="stranger8", implied=False, dequantize=dequantize)
+@hookimpl
+def tmm_formats(): return [FORMAT]
+"""
+
+
+def key_of_format(site: Path, source: str) -> dict[str, Any]:
+    """What a record's key says of an operand of the plugin's format, in a new process."""
+    forget_modules()
+    (site / "stranger/form.py").write_text(source)
+    module = importlib.import_module("stranger.form")
+    Registry().register(module, "stranger")
+    try:
+        return Operand.of(torch.empty(2, 2, dtype=torch.int8), format="stranger8").to_json()
+    finally:
+        formats.remove(module.FORMAT)
+
+
+def test_an_edited_format_has_other_records(site: Path) -> None:
+    """Kernels were verified for the former one."""
+    before = key_of_format(site, FORMAT)
+    assert key_of_format(site, FORMAT) == before
+    for old, new in (("return FORMATS", "return 2 * FORMATS"), ("implied=", "origin=1, implied=")):
+        assert key_of_format(site, FORMAT.replace(old, new)) != before
+    int8 = torch.empty(2, 2, dtype=torch.int8)
+    assert before["code"]
+    assert "code" not in Operand.of(int8, format="int8").to_json()
+
+
+def test_a_formats_fields_count_where_its_functions_are_tmms() -> None:
+    form = formats.named("int8")
+    assert format_code(form) == format_code(replace(form))
+    assert format_code(form) != format_code(replace(form, origin=1.0))
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # of a process with threads

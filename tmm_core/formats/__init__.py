@@ -253,6 +253,9 @@ _FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
 #: All formats by name, and the formats that a storage dtype implies.
 FORMATS: dict[str, Format] = {}
 IMPLIED: dict[torch.dtype, Format] = {}
+#: Digests of plugins' formats by name, a part of records' keys: an edited format is measured and
+#: verified again. Tmm's version determines its own formats.
+CODES: dict[str, str] = {}
 
 #: Dtypes of a plain operand that is multiplied by a stored one.
 BESIDE = (torch.float16, torch.bfloat16, torch.float32)
@@ -274,6 +277,7 @@ def add(form: Format) -> None:
 def remove(form: Format) -> None:
     """Forget a format."""
     del FORMATS[form.name]
+    CODES.pop(form.name, None)
     for dtype in form.storage if form.implied else ():
         IMPLIED.pop(dtype, None)
 

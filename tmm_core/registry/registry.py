@@ -38,6 +38,7 @@ from tmm_core.launch.collector import collector_off
 from tmm_core.registry.hooks import HOOKS, Hooks
 from tmm_core.registry.query import CheckedKernel
 from tmm_core.settings import POINTWISE, Settings, names, nested
+from tmm_core.spec.code import format_code
 from tmm_core.spec.epilogue import IDENTITY, INTERNED, Epilogue, EpilogueLike
 from tmm_core.spec.kernel import Kernel
 from tmm_core.spec.launcher import BASELINE
@@ -346,6 +347,7 @@ class Registry:
         try:
             form.check()
             formats.add(form)
+            formats.CODES[form.name] = format_code(form)
         except (TypeError, ValueError) as error:
             raise PluginError(error_message(error)) from error
 

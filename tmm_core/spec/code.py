@@ -13,13 +13,17 @@ import itertools
 import os
 import sys
 from collections.abc import Iterable, Iterator
+from dataclasses import fields
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import FunctionType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tmm_base.guards import OWN_PACKAGES, suppress
 from tmm_cache.fields import NAME_MAX
+
+if TYPE_CHECKING:
+    from tmm_core.formats import Format
 
 #: Packages whose versions belong to a record's environment, or to Python's; and tmm's own.
 LIBRARIES = frozenset(sys.stdlib_module_names) | {"torch", "triton", "numpy"} | OWN_PACKAGES
@@ -65,6 +69,16 @@ def _beside(distribution: str, counted: set[str]) -> list[str]:
                 found.append((str(file.locate()), str(file)))
     stamps = tuple(_stamp(path, name) for path, name in sorted(found))
     return [_digest(distribution, stamps)] if stamps else []
+
+
+def format_code(form: Format) -> str:
+    """Return twelve hexadecimal digits of a plugin's format: of its fields, and of the files of the
+    packages that define its functions."""
+    values = [getattr(form, each.name) for each in fields(form)]
+    given = [getattr(value, "fn", value) for value in values if callable(value)]
+    kinds = {type(each) for each in given if not isinstance(each, FunctionType)}
+    numbers = [value for value in values if not callable(value)]
+    return _short(repr(numbers), code_version(*kinds, functions=given))
 
 
 def is_own(kind: type) -> bool:

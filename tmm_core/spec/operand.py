@@ -163,6 +163,8 @@ class Operand:
         }
         if self.format:
             document["format"] = self.format
+        if self.form is not None and (code := formats.CODES.get(self.form.name)):
+            document["code"] = code
         if self.scale is not None:
             document["scale"] = str(self.scale)
         if self.zero is not None:
