@@ -10,7 +10,8 @@ estimate, by which it may steer the second batch, and counts for nothing else: t
 upper bound for the candidates on record, and says nothing about candidates that were never timed. A
 record that has a time of no proposed config of its winner's kernel is unknown, and is left out of
 the regret. So are candidates with a single sample, which is of a GPU that is cool: later samples of
-large products take up to 14 % longer. The configs on record were once proposed by much the same rules, which flatters them.
+large products take up to 14 % longer. The configs on record were once proposed by much the same
+rules, which flatters them.
 """
 
 from __future__ import annotations
@@ -89,7 +90,8 @@ def records(least_us: float, gpu: str) -> Iterator[tuple[Problem, dict[str, Any]
 
 def us_of(candidate: dict[str, Any]) -> float:
     samples = candidate.get("samples_us") or []
-    return median(samples) if len(samples) > 1 and candidate["status"] in ("ok", "slow") else math.inf
+    able = len(samples) > 1 and candidate["status"] in ("ok", "slow")
+    return median(samples) if able else math.inf
 
 
 def replayed(problem: Problem, document: dict[str, Any], kernels: list[Kernel[Any]]) -> Replay:
