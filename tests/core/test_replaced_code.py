@@ -273,6 +273,11 @@ def test_copies_of_what_was_reached_name_modules_and_classes(
     with monkeypatch.context() as patch:
         patch.delitem(sys.modules, settings.__name__)  # as in a process that does not import it
         assert not pickle.loads(pickled).holds(Layer())
+    with monkeypatch.context() as patch:
+        patch.setattr(relu, "__code__", randn.__code__)
+        assert not found.holds(Layer())
+        patch.setattr(torch.compiler, "is_compiling", lambda: True)
+        assert found.holds(Layer())  # a graph cannot read code, which the compiler guards
     monkeypatch.setattr(Layer, "alpha", 2.0)
     assert not pickle.loads(pickled).holds(Layer())
 

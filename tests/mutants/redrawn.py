@@ -56,4 +56,9 @@ REDRAWN = [
            "[bias for bias in biases if bias is not None]", "[bias for bias in biases if bias is None]",
            "compiled projections lose their biases",
            (f"{NN}::test_projections_have_their_own_biases",)),
+    Mutant("redrawn-code-in-graphs", "nn/reached.py",
+           "if self.functions and not torch.compiler.is_compiling():", "if self.functions:",
+           "a compiled model reads code, which older compilers cannot",
+           ("tests/core/test_replaced_code.py::"
+            "test_copies_of_what_was_reached_name_modules_and_classes",)),
 ]  # fmt: skip
