@@ -550,16 +550,17 @@ def test_their_models_keep_logits_and_gradients(name: str, products: list[Any]) 
     assert len(products) == calls
 
 
-@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize(("training", "weights"), [(False, None), (True, None), (False, "int8")])
 def test_the_benchmark_of_layers_compares_both_ways(
-    training: bool, monkeypatch: pytest.MonkeyPatch, products: list[Any]
+    training: bool, weights: str | None, monkeypatch: pytest.MonkeyPatch, products: list[Any]
 ) -> None:
     pytest.importorskip("transformers", minversion="5.0")
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
     benchmark = importlib.import_module("experts")
     importlib.import_module("tmm_core.integrations.transformers").register()
     with torch.no_grad():
-        found = benchmark.measure("small", 8, torch.device("cpu"), training)
+        found = benchmark.measure("small", 8, torch.device("cpu"), training, weights)
     assert set(found["us"]) == {"grouped_mm", "tmm"}
     assert found["ratio"] > 0
+    assert found.get("weights") == weights
     assert products
