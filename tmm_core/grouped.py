@@ -159,7 +159,9 @@ def _batch(call: GroupedArguments) -> Tensor:
             **parts, formats=call.formats,
         )  # fmt: skip
         if bias is not None and bias is not shared and sharded:
-            return fallbacks.answer(_product, plain._replace(bias=bias.unsqueeze(1), out=out))
+            with compat.viewing(bias):
+                bias = bias.unsqueeze(1)
+            return fallbacks.answer(_product, plain._replace(bias=bias, out=out))
         return _product(plain._replace(out=out), call.epilogue)
     (m, k), n = a.shape[1:], shape[-1]
     if residual is not None:

@@ -322,6 +322,10 @@ class Quantized(torch.Tensor):
         if operator is _CHECKS:
             return super().__torch_dispatch__(operator, types, tuple(args), kwargs)
         if operator.namespace == "tmm":
+            if not any(isinstance(t, Quantized) for t in args[:2]):
+                raise NotImplementedError(
+                    "only the operands of a product may be quantised: .dequantize() other arguments"
+                )
             raise NotImplementedError(
                 "a product of a quantised tensor that torch.func transforms: apply the transform "
                 "to one of its values, .dequantize()"

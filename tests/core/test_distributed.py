@@ -326,9 +326,13 @@ def batch_of_groups(placed: str, epilogue: str | None) -> float:
     )
     texts = zip((a, b, bias), placed.split(), strict=True)
     sharded = [distribute_tensor(t, mesh, placements(text)) for t, text in texts]
-    out = tmm_core.grouped_matmul(*sharded[:2], bias=sharded[2], epilogue=epilogue)
     expected = warm.epilogue_of(epilogue or "").apply(a @ b + bias[:, None])
-    return float((out.full_tensor() - expected).abs().max() / expected.abs().max())
+    errors = []
+    for inference in (False, True):
+        with torch.inference_mode(inference):
+            out = tmm_core.grouped_matmul(*sharded[:2], bias=sharded[2], epilogue=epilogue)
+            errors.append((out.full_tensor() - expected).abs().max() / expected.abs().max())
+    return float(max(errors))
 
 
 @pytest.mark.parametrize(

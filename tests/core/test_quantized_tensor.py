@@ -482,6 +482,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "integers": (lambda: _int4().to(torch.int32), NotImplementedError, "floating values"),
     "bytes": (lambda: _int4().to(torch.float8_e5m2), NotImplementedError, "floating values"),
     "addresses": (lambda: _int4().__dlpack__(), RuntimeError, "no memory of values"),
+    "a bias": (
+        lambda: tmm_core.matmul(X, X.t(), bias=Quantized(BYTES[:5, 0].char(), SCALE[0, 0])),
+        NotImplementedError, "only the operands of a product",
+    ),
     "a storage": (lambda: _int4().storage(), RuntimeError, "store its parts"),
     "a write": (lambda: _int4().zero_(), NotImplementedError, "quantise others, and copy_"),
     "a list to write": (

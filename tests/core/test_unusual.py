@@ -162,7 +162,9 @@ def test_what_cannot_be_asked_of_sparse_operands() -> None:
         tmm_core.matmul(sparse, B, kernel="triton.naive")
     with pytest.raises(RuntimeError, match=r"dense tensors, got one of layout torch\.sparse_coo"):
         tmm_core.plan(sparse, B)
-    with pytest.raises(RuntimeError, match="scale_a and scale_b are for strided operands"):
+    with pytest.raises(
+        RuntimeError, match="scale_a and scale_b, and quantised operands, are for strided"
+    ):
         tmm_core.matmul(sparse, B, scale_a=torch.ones(()))
     with pytest.raises(RuntimeError, match="mat1 and mat2 shapes cannot be multiplied"):
         tmm_core.matmul(sparse, A)

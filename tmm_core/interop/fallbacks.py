@@ -159,7 +159,7 @@ def _refuse_what_torch_cannot(call: Arguments, what: str) -> None:
     # When compiling, torch 2.10 reads the fields of a NamedTuple but not its properties.
     if call.formats or any(getattr(call, name) is not None for name in EXTRAS):
         names = " and ".join(role.name for role in PARTS if role.part == "scale")
-        raise RuntimeError(f"{names} are for strided operands")
+        raise RuntimeError(f"{names}, and quantised operands, are for strided operands")
     if torch.compiler.is_dynamo_compiling():
         return  # settings are not part of a graph
     forced = settings.current().kernel
