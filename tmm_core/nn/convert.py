@@ -13,7 +13,7 @@ import copy
 import functools
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -96,7 +96,7 @@ def convert(
         weights: Round the weights of layers and experts to ``"int8"``, ``"fp8"`` or ``"int4"``, to
             nearest. 4-bit numbers have groups of 128, 64 or 32 values, as K allows. Rounded weights
             have no gradient. A weight that is used elsewhere too, as a tied embedding,
-            stays as it is. ``undo()`` gives the original dtype with the rounded values.
+            stays as it is. ``undo()`` gives plain weights with the rounded values.
         activations: ``"fp8"``: in Transformers' layers and experts for 8-bit floats, round
             activations to 8 bits too, as their own forward does. There is a scale for each 128
             values, or for each row, as the weights have them. Products of many rows gain, and
@@ -312,7 +312,7 @@ class _Conversion:
             rounded = nn.Parameter(stored.mT if turned else stored, requires_grad=False)
             layer._parameters[name] = rounded
             self._report.rounded.append(self._within(layer, name))
-            given = layer, name, rounded, weight.dtype, weight.requires_grad
+            given = layer, name, rounded, weight.requires_grad
             self._report.undos.append(functools.partial(_replace_rounded, *given))
         for module in self._paths:
             if isinstance(module, Together):
@@ -368,11 +368,11 @@ def _swap_back(module: Any, path: str, before: type[nn.Module], after: Any) -> N
 
 
 def _replace_rounded(
-    layer: nn.Module, name: str, rounded: nn.Parameter, dtype: torch.dtype, requires_grad: bool
+    layer: nn.Module, name: str, rounded: nn.Parameter, requires_grad: bool
 ) -> None:
     """Replace a rounded weight by its values, unless other code has replaced it."""
     if layer._parameters.get(name) is rounded:
-        values = cast(Quantized, rounded.to(dtype)).dequantize().contiguous()
+        values = rounded.dequantize().contiguous()
         layer._parameters[name] = nn.Parameter(values, requires_grad)
 
 
