@@ -61,4 +61,9 @@ REDRAWN = [
            "a compiled model reads code, which older compilers cannot",
            ("tests/core/test_replaced_code.py::"
             "test_copies_of_what_was_reached_name_modules_and_classes",)),
+    Mutant("redrawn-product-of-a-graph", "nn/projections.py",
+           'getattr(layer, "__dict__", {}).pop("_joint_product", None)', "pass",
+           "undone layers keep an attribute that a compiled graph set",
+           ("tests/core/test_projections.py::"
+            "test_logits_state_and_memory_are_those_of_the_unconverted",)),
 ]  # fmt: skip
