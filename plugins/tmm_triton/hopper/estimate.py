@@ -47,7 +47,7 @@ _ENDED_US = 0.3
 #: Bytes per µs at which the reducing kernel reads parts of every tile (``splits``) from L2.
 _PARTS_BYTES = 3e6
 #: Factor on the loads' time where the sums of each step are scaled and added separately, if all SMs
-#: work. Fitted to 270 configs with scales of blocks, of 21 products on an H100 and an H200
+#: work. Fitted to 269 configs with scales of blocks, of 21 products on an H100 and an H200
 #: (``benchmarks/results/h200/scaled_loads.txt``).
 _SCALED_LOADS = 1.7
 #: Maximum rows (columns) of the output for which ``evict_first`` is tried, since few tiles read the
