@@ -915,8 +915,9 @@ def test_benched_beside_torch_and_a_loop() -> None:
         wanted = tmm_core.grouped_matmul(call.a, call.b, **call.keywords)
         torch.testing.assert_close(bench.eager([call])(0), wanted, rtol=2e-2, atol=2e-2)
     assert len(suites.select(["grouped"])) == 20
-    with pytest.raises(ValueError, match=r"experts are \[groups, N, K\]"):
-        suites.expand("bad", listed | {"experts": [[4, 24]]})
+    for sizes in ([4, 24], [4, 128, 24, 32]):
+        with pytest.raises(ValueError, match=r"experts are \[groups, N, K\]"):
+            suites.expand("bad", listed | {"experts": [[4, 24, 32], sizes]})
     with pytest.raises(ValueError, match="unknown 'odd'"):
         suites.expand("bad", listed | {"experts": [[4, 24, 32]], "routing": "odd"})
 

@@ -66,4 +66,8 @@ REDRAWN = [
            "undone layers keep an attribute that a compiled graph set",
            ("tests/core/test_projections.py::"
             "test_logits_state_and_memory_are_those_of_the_unconverted",)),
+    Mutant("redrawn-experts-of-a-suite", "bench/suites.py",
+           "if any(len(one) != 3 for one in", "if all(len(one) != 3 for one in",
+           "experts of another number of sizes are benchmarked beside others",
+           ("tests/core/test_grouped.py::test_benched_beside_torch_and_a_loop",)),
 ]  # fmt: skip

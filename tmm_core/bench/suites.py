@@ -130,6 +130,8 @@ def expand(name: str, suite: Mapping[str, Any], others: Mapping[str, Any] = _NON
             like = [(other, others[other]) for other in _listed(suite["like"])]
             return [Task(name, task.case, invariant) for other in like for task in expand(*other)]
         layouts = _listed(suite.get("layout", "nn"))
+        if any(len(one) != 3 for one in suite.get("experts", ())):
+            raise ValueError(f"suite {name!r}: experts are [groups, N, K]")
         shapes = [[int(size) for size in shape] for shape in _shapes(suite)]
         dtypes = [parse_dtype(text) for text in _listed(suite["dtypes"])]
         expressions = [parse_expression(text) for text in _listed(suite.get("epilogues", ""))]
@@ -150,8 +152,6 @@ def expand(name: str, suite: Mapping[str, Any], others: Mapping[str, Any] = _NON
     experts = "experts" in suite
     if unknown := {text for texts, allowed in known for text in texts if text not in allowed}:
         raise ValueError(f"suite {name!r}: unknown {', '.join(map(repr, sorted(unknown)))}")
-    if experts and any(len(shape) != 4 for shape in shapes):
-        raise ValueError(f"suite {name!r}: experts are [groups, N, K]")
     if any(len(shape) not in (3, 4) for shape in shapes):
         raise ValueError(f"suite {name!r}: shapes are [M, N, K] or [B, M, N, K]")
     sizes = ("groups" if experts else "batch", "m", "n", "k")
@@ -175,9 +175,7 @@ def _shapes(suite: Mapping[str, Any]) -> list[Sequence[int]]:
     ``[groups, N, K]`` with every total number of rows. If K is ragged, the rows are K and experts
     are ``[groups, N, M]``."""
     if "experts" in suite:
-        listed: list[Sequence[int]] = [[int(size) for size in one] for one in suite["experts"]]
-        if any(len(one) != 3 for one in listed):
-            return listed
+        listed = suite["experts"]
         if suite.get("ragged") == "k":
             return [(g, m, n, rows) for g, n, m in listed for rows in suite["rows"]]
         return [(g, rows, n, k) for g, n, k in listed for rows in suite["rows"]]
