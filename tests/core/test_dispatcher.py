@@ -298,6 +298,33 @@ def test_a_removed_kernel_gives_way_to_the_next(tmp_path: Path) -> None:
     assert timer.measured == []
 
 
+def test_processes_with_other_plugins_or_versions_share_a_record(tmp_path: Path) -> None:
+    """Each would otherwise be tuned again after the other, at every start."""
+
+    def chosen(*others: FakeKernel, **times: float) -> tuple[str, str, str]:
+        d, _ = dispatcher(FakeBlas(), *others, times={"blas": 10.0, **times}, root=tmp_path)
+        choice = d.choose(problem(), settings())
+        kernel = choice.candidate.kernel
+        return kernel.name, kernel.version[:1], choice.origin
+
+    def versions() -> list[str]:
+        record = CacheStore(tmp_path).load(DEVICE.gpu, DEVICE.environment, problem().to_json())
+        assert record is not None
+        return [c.version[:1] for c in record.candidates if c.kernel == "one"]
+
+    assert chosen(FakeKernel("one"), one=5.0) == ("one", "1", "tuned")
+    assert chosen(FakeKernel("two"), two=20.0) == ("blas", "1", "tuned")
+    assert chosen(FakeKernel("one")) == ("one", "1", "cache")
+    assert chosen(FakeKernel("two")) == ("blas", "1", "cache")
+    assert chosen(FakeKernel("one", version="2"), one=20.0) == ("blas", "1", "tuned")
+    assert chosen(FakeKernel("one")) == ("one", "1", "cache")
+    assert chosen(FakeKernel("one", version="2"), FakeKernel("two")) == ("blas", "1", "cache")
+    assert versions() == ["2", "1"]
+    for version in "34":
+        assert chosen(FakeKernel("one", version=version), one=5.0) == ("one", version, "tuned")
+    assert versions() == ["4", "3", "2"]
+
+
 def test_an_upgraded_kernel_alone_is_measured_again(tmp_path: Path) -> None:
     times = {"fast": 10.0, "other": 15.0, "blas": 20.0}
     d, _ = dispatcher(
@@ -315,6 +342,7 @@ def test_an_upgraded_kernel_alone_is_measured_again(tmp_path: Path) -> None:
     assert {(c.kernel, c.version) for c in kept.candidates} == {
         ("blas", "1"),
         ("fast", "1"),
+        ("other", "1"),  # for processes that have it
         ("other", "2"),
     }
 

@@ -12,6 +12,20 @@ TRUST = "tests/core/test_trust.py"
 EXACT = "tests/core/test_exact_m.py"
 
 TUNING = [
+    Mutant("absent-results-dropped", "dispatch/measuring.py",
+           "others = [] if before is None else self.absent(before)", "others = []",
+           "processes with other plugins tune again after each other",
+           ("tests/core/test_dispatcher.py::"
+            "test_processes_with_other_plugins_or_versions_share_a_record",)),
+    Mutant("absent-results-decide", "dispatch/lookup.py",
+           "winner = decide(here, record.best)", "winner = 0",
+           "BLAS answers if another process decided without this one's plugin",
+           ("tests/core/test_dispatcher.py::"
+            "test_processes_with_other_plugins_or_versions_share_a_record",)),
+    Mutant("absent-results-grow", "dispatch/measuring.py", "each.version in versions[:OTHER_VERSIONS]",
+           "each.version in versions", "a record grows with each edit of a plugin",
+           ("tests/core/test_dispatcher.py::"
+            "test_processes_with_other_plugins_or_versions_share_a_record",)),
     Mutant("forced-signature", "dispatch/dispatcher.py", "and not (ends or unnamed):", "and not ends:",
            "a forced launcher that does not take its arguments raises an error that names no kernel",
            (f"{DISPATCHER}::test_a_forced_launcher_that_does_not_take_its_arguments_is_named",)),

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 import torch
+from msgspec.structs import replace as revised
 from tmm_cache import CacheStore, CandidateResult, TuningRecord
 
 from tmm_core.errors import (
@@ -28,8 +29,10 @@ from tmm_core.spec.problem import Problem
 from tmm_core.tuning.findings import warn_of_environment
 from tmm_core.tuning.ranking import (
     compared_at,
+    decide,
     fastest_blas,
     fastest_first,
+    finalists,
     identity,
     ranked_around,
     times_around,
@@ -75,8 +78,22 @@ class Lookup:
         return None
 
     def record_of(self, key: Problem) -> TuningRecord | None:
-        """Return the record measured for exactly this problem."""
-        return self.store.load(key.device.gpu, key.device.environment, key.to_json())
+        """Return the record measured for exactly this problem, without the results of kernels that
+        this process lacks: its winner is the best of the others."""
+        record = self.store.load(key.device.gpu, key.device.environment, key.to_json())
+        if record is None or not (absent := self.absent(record)):
+            return record
+        lacking = {(each.kernel, each.version) for each in absent}
+        here = [r for r in record.candidates if (r.kernel, r.version) not in lacking]
+        if not finalists(here):
+            return record
+        winner = decide(here, record.best)
+        return revised(record, candidates=tuple(here), winner=winner)
+
+    def absent(self, record: TuningRecord) -> list[CandidateResult]:
+        """Return the results of kernels that this process lacks, or has in another version."""
+        present = {(kernel.name, kernel.version) for kernel in self.registry.kernels()}
+        return [each for each in record.candidates if (each.kernel, each.version) not in present]
 
     def best(
         self, record: TuningRecord, able: list[Kernel[Any]], problem: Problem

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
+from msgspec.structs import replace as revised
 from tmm_cache import CacheStore, TuningRecord
 
 from tmm_core.dispatch.first_use import FirstUse
@@ -35,6 +36,9 @@ if TYPE_CHECKING:
 #: Number of records from which a tuning starts, and of candidates of each. They are records of this
 #: problem on another GPU or under other versions, or of near problems.
 HINTING_RECORDS, HINTS_EACH = 3, 3
+
+#: The number of versions of a kernel of which a record keeps results, besides the present one.
+OTHER_VERSIONS = 2
 
 #: How many tuning budgets to wait for another process that tunes the same problem.
 LOCK_PATIENCE = 4.0
@@ -165,7 +169,7 @@ class Measuring(Lookup):
             key, able, settings, kept, new=new, hints=hints, findings=findings, spent=spent
         )
         if record is not kept:
-            self._store(key, record)
+            record = self._store(key, record)
             if findings.verified:
                 self.stamp_winner(key, record)
             self.untried.note(key, findings.tried, findings.left)
@@ -178,12 +182,24 @@ class Measuring(Lookup):
         if winner is not None:
             self.first_use.stamp(key, winner)
 
-    def _store(self, key: Problem, record: TuningRecord) -> None:
+    def _store(self, key: Problem, record: TuningRecord) -> TuningRecord:
+        """Store a record, and return it. Earlier results of kernels that this process lacks stay:
+        a process that has them would tune again, and drop the results of this one."""
         device = key.device
+        before = self.store.load(device.gpu, device.environment, record.problem)
+        others = [] if before is None else self.absent(before)
+        known: dict[str, list[str]] = {}
+        for each in others:
+            versions = known.setdefault(each.kernel, [])
+            if each.version not in versions:
+                versions.append(each.version)
+            if each.kernel != BASELINE and each.version in versions[:OTHER_VERSIONS]:
+                record = revised(record, candidates=(*record.candidates, each))
         # Another process cannot have an epilogue that does not last.
         store = self.store.save if key.epilogue.lasting else self.store.hold
         store(device.gpu, device.environment, record)
         self._neighbours.add(device, record)
+        return record
 
     @contextlib.contextmanager
     def _alone_on(self, device: DeviceFingerprint) -> Iterator[bool]:
