@@ -70,4 +70,8 @@ REDRAWN = [
            "if any(len(one) != 3 for one in", "if all(len(one) != 3 for one in",
            "experts of another number of sizes are benchmarked beside others",
            ("tests/core/test_grouped.py::test_benched_beside_torch_and_a_loop",)),
+    Mutant("redrawn-groups-of-64", "tmm_triton/triton_kernel.py",
+           "(16, 32, 64, 128, 256, 512)", "(16, 32, 63, 128, 256, 512)",
+           "Triton kernels decline scales for groups of 64",
+           ("tests/plugins/test_scaled_step.py::test_groups_are_steps",)),
 ]  # fmt: skip

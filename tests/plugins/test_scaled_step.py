@@ -16,6 +16,7 @@ from tmm_triton.ragged import Ragged
 from tmm_triton.scaled_step import arguments
 from tmm_triton.split_k import SplitK
 from tmm_triton.tiled import FusedEpilogue, Grouped
+from tmm_triton.triton_kernel import unsteppable
 
 from tmm_core import Groups, Operand, Problem, Scale
 from tmm_core.epilogues import parse
@@ -107,6 +108,20 @@ def test_what_is_declined(change: dict[str, Any], text: str) -> None:
     problem = replace(problem_of("row-major"), **change)
     for kernel in (Naive(), Grouped()):
         assert any(text in reason for reason in kernel.reasons_against(problem))
+
+
+@pytest.mark.parametrize("name", ["a", "b"])
+@pytest.mark.parametrize(
+    ("group", "able"),
+    [(8, False), (24, False), *((2**i, True) for i in range(4, 10)), (1024, False)],
+)
+def test_groups_are_steps(group: int, able: bool, name: str) -> None:
+    scaled = replace(OPERANDS["blocks"]["ab".index(name)], scale=Scale.parse(f"1x{group}"))
+    problem = problem_of("blocks", k=3072, **{name: scaled})
+    found = list(unsteppable(problem))
+    assert found == ([] if able else [
+        f"has steps of 16 to 512 along K, not groups of {group} of {name}"
+    ])  # fmt: skip
 
 
 @pytest.mark.parametrize("out", [torch.float32, BF16, FP16], ids=str)
