@@ -292,6 +292,8 @@ def test_a_type_without_tmms_operators_multiplies_itself(
     given[which] = Own(given[which])
     y = tmm_core.linear(given["input"], given["weight"], given["bias"], epilogue="relu")
     torch.testing.assert_close(y, expected)
+    with pytest.raises(tmm_core.UnsupportedProblemError, match="cannot serve a tensor of type Own"):
+        tmm_core.linear(given["input"], given["weight"], given["bias"], kernel="triton.naive")
     if which == "bias":
         return  # torch.matmul adds none
     given["weight"] = B if which == "input" else Own(B)

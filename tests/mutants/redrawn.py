@@ -74,4 +74,8 @@ REDRAWN = [
            "(16, 32, 64, 128, 256, 512)", "(16, 32, 63, 128, 256, 512)",
            "Triton kernels decline scales for groups of 64",
            ("tests/plugins/test_scaled_step.py::test_groups_are_steps",)),
+    Mutant("redrawn-type-of-a-bias", "interop/fallbacks.py",
+           "for t in call[:3] if foreign(t)", "for t in call[:2] if foreign(t)",
+           "an error does not name the type of the bias that caused it",
+           ("tests/core/test_unusual.py::test_a_type_without_tmms_operators_multiplies_itself",)),
 ]  # fmt: skip
