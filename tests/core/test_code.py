@@ -249,6 +249,24 @@ def test_forked_children_share_no_identity(site: Path) -> None:
     assert one_key != other_key
 
 
+def test_a_script_is_no_file_of_an_interactive_session(
+    site: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Editors run cells of a script under a name of their own."""
+    own()  # its helpers
+    script = types.ModuleType("__main__")
+    script.__file__ = str(site / KERNEL_FILE)
+    monkeypatch.setitem(sys.modules, "__main__", script)
+
+    def cell(source: str) -> str:
+        exec(compile(source, "/tmp/ipykernel_1/2.py", "exec"), vars(script))
+        return str(script.Own().version)
+
+    assert cell(KERNEL) == cell(KERNEL)
+    monkeypatch.setattr(sys, "ps1", "In : ", raising=False)
+    assert cell(KERNEL) != cell(KERNEL.replace("GLOBAL = 1", "GLOBAL = 2"))
+
+
 PROGRAM = """
 import sys
 from stranger.kernel import Own

@@ -132,6 +132,8 @@ def unique() -> str:
 def package_digest(module: str) -> str | None:
     """Return a digest of all files of a module's top-level package; None if the module is in no
     file. Files that changed are read again."""
+    if module == "__main__" and hasattr(sys, "ps1"):
+        return None  # an interactive session: a part of a script, edited since, may be run in it
     stamps = tuple(_stamp(path, name) for path, name in _files(module))
     return _digest(_package(module), stamps) if stamps else None
 
