@@ -454,6 +454,9 @@ def unpacked(call: Any, grouped: bool = False) -> Any:
                 f"{operand} is quantised, for which a product has no gradient, but requires one: "
                 "use requires_grad_(False) or torch.no_grad()"
             )
+        if torch.compiler.is_dynamo_compiling():
+            # Else the parts of ``w.T`` become inputs of the graph, and their addresses its guards.
+            t = t.detach()
         if _is_exporting() and not _is_constant(t):
             # The graph needs nodes of the parts. Torch makes them where parts are read, but not
             # inside of ``__torch_function__``.

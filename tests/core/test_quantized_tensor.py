@@ -197,6 +197,26 @@ def test_compiled_calls_that_read_a_property(call: str, whole: bool) -> None:
             torch.testing.assert_close(graph(X, weight, stack), wanted)
 
 
+@pytest.mark.parametrize("name", ["T", "groups"])
+def test_a_graph_of_several_weights_is_compiled(name: str) -> None:
+    """Torch's guards compare the addresses of a graph's inputs, which parts of ``w.T`` are not."""
+    calls: dict[str, Callable[[Tensor, Quantized], Tensor]] = {
+        "T": lambda x, w: tmm_core.matmul(x, w.T),
+        "groups": lambda x, w: tmm_core.grouped_linear(x, w, offs=OFFS),
+    }
+    shape = (3, 256, 256) if name == "groups" else (256, 256)
+    weights = [made("int8", *shape)[0] for _ in range(3)]
+
+    def chain(x: Tensor, *weights: Quantized) -> Tensor:
+        for weight in weights:
+            x = calls[name](x, weight)
+        return x
+
+    torch.compiler.reset()
+    graph = torch.compile(chain, backend="eager", fullgraph=True)
+    torch.testing.assert_close(graph(X, *weights), chain(X, *weights))
+
+
 def test_properties_that_transpose_raise_as_torchs() -> None:
     stack = made("int8", 3, 24, 256)[0]
     flat = Quantized(stack.stored[0, 0], torch.tensor(0.5), format="int8")
