@@ -18,7 +18,7 @@ import torch.distributed as dist
 from fakes import DEVICE, problem
 from tmm_cache import CandidateResult, TuningRecord
 
-from tmm_core import Candidate, settings
+from tmm_core import Candidate, Epilogue, settings
 from tmm_core.dispatch.measuring import LOCK_PATIENCE
 from tmm_core.errors import SettingsError, TmmWarning
 from tmm_core.tools import ranks
@@ -459,6 +459,18 @@ def test_every_rank_adopts_each_record(
     assert compared == [(replace(mine, timeout=timeout), [SECOND, FIRST], {1})]
     assert not mine.has("failed/0")
     assert budgets == [given.get("budget", settings.Settings().tune_budget)]
+
+
+def test_a_problem_that_only_this_rank_knows_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    factor = 2.0
+    own = problem(epilogue=Epilogue("mine", lambda z: z * factor))
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_backend", lambda: "gloo")
+    monkeypatch.setattr(Board, "of", lambda group: board())
+    monkeypatch.setattr(ranks, "_tune", lambda mine, problems, *_: problems)
+    with warned("is not tuned: only this rank knows its epilogue"):
+        left: list[Any] = ranks.tune([FIRST, own, SECOND, own], timeout=1.5)
+    assert left == [FIRST, SECOND]
 
 
 def failing() -> Iterator[Any]:

@@ -85,6 +85,13 @@ def tune(
     try:
         with nullcontext() if budget is None else settings.override(tune_budget=budget):
             current, problems = settings.current(), _listed(problems)
+            alone = [each for each in problems if not each.epilogue.lasting]
+            for problem in dict.fromkeys(alone):
+                warn(
+                    f"{problem} is not tuned: only this rank knows its epilogue, whose functions "
+                    f"are in no file or have closures; ranks may choose differently for it"
+                )
+            problems = [each for each in problems if each.epilogue.lasting]
             if timeout is None:
                 timeout = LOCK_PATIENCE * current.tune_budget + COMPILE_LIMIT
             request = _digest(problems)
