@@ -454,6 +454,31 @@ def test_a_decision_for_one_epilogue_is_not_taken_for_another(world: World) -> N
         assert max(error for _, error in turns) < 1e-14
 
 
+def of_two_ranks() -> list[tuple[float, tuple[int, ...]]]:
+    """The error of a product of the first two ranks, and the shape that each rank sees, by call."""
+    from torch.distributed.tensor import DeviceMesh, distribute_tensor
+
+    mesh = DeviceMesh("cpu", [0, 1])
+    torch.manual_seed(3)
+    whole = [torch.randn(6, 8, dtype=torch.float64), torch.randn(8, 5, dtype=torch.float64)]
+    a = distribute_tensor(whole[0], mesh, placements("S0"))
+    b = distribute_tensor(whole[1], mesh, placements("R"))
+    found = []
+    for _ in range(3):
+        with torch.no_grad():
+            y: Any = tmm_core.matmul(a, b)
+        right = (whole[0] @ whole[1]).chunk(2)[dist.get_rank()] if dist.get_rank() < 2 else None
+        local = y.to_local()
+        error = float(local.numel() if right is None else (local - right).abs().max())
+        found.append((error, tuple(y.shape)))
+    return found
+
+
+def test_ranks_outside_of_a_mesh_compute_nothing(world: World) -> None:
+    for found in world.run(of_two_ranks):
+        assert all(error < 1e-14 and shape == (6, 5) for error, shape in found)
+
+
 def bias_then_residual() -> float:
     from torch.distributed.tensor import distribute_tensor, init_device_mesh
 

@@ -78,4 +78,8 @@ REDRAWN = [
            "for t in call[:3] if foreign(t)", "for t in call[:2] if foreign(t)",
            "an error does not name the type of the bias that caused it",
            ("tests/core/test_unusual.py::test_a_type_without_tmms_operators_multiplies_itself",)),
+    Mutant("redrawn-ranks-outside", "interop/sharding.py",
+           "agrees = is_mine and placements is not None and", "agrees = placements is not None and",
+           "a rank outside of the operands' mesh computes a product of nothing",
+           ("tests/core/test_distributed.py::test_ranks_outside_of_a_mesh_compute_nothing",)),
 ]  # fmt: skip
