@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -30,7 +31,7 @@ from tmm_core.interop import (
     host_bound,
     row_quantization,
 )
-from tmm_core.interop.declaration import cast_first
+from tmm_core.interop.declaration import _in_memory, cast_first
 from tmm_core.interop.fallbacks import needs_fallback
 from tmm_core.interop.tails import PRODUCTS, Tail, pairs, tails, terms_of
 from tmm_core.spec.arguments import Arguments, GroupedArguments
@@ -1134,3 +1135,12 @@ def test_the_gpu_is_behind_if_it_has_not_reached_the_event_of_the_last_call(
         answer.count(pace, x)
     # Call 33 begins the second sample, the capture at call 34 discards it, and 66 begins it anew.
     assert at == [(17, True, False), (67, False, True)]
+
+
+def test_out_is_written_by_a_kernel_only_among_plain_tensors() -> None:
+    plain = torch.randn(2, 2)
+    lazy = torch._neg_view(plain)
+    for given in itertools.product((plain, lazy), repeat=2):
+        assert _in_memory(*given) is all(t is plain for t in given)
+    with FakeTensorMode():
+        assert not _in_memory(plain, plain)

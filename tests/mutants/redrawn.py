@@ -82,4 +82,8 @@ REDRAWN = [
            "agrees = is_mine and placements is not None and", "agrees = placements is not None and",
            "a rank outside of the operands' mesh computes a product of nothing",
            ("tests/core/test_distributed.py::test_ranks_outside_of_a_mesh_compute_nothing",)),
+    Mutant("redrawn-some-are-plain", "interop/declaration.py",
+           "and all(map(plain, tensors))", "and any(map(plain, tensors))",
+           "an operator with out takes lazy negations for kernels' operands",
+           (f"{INTEROP}::test_out_is_written_by_a_kernel_only_among_plain_tensors",)),
 ]  # fmt: skip
