@@ -287,7 +287,8 @@ def _outside_inference() -> Iterator[None]:
 
 
 def viewing(t: torch.Tensor) -> AbstractContextManager[Any]:
-    """The context in which torch makes a view of ``t``: of a DTensor, none in inference mode."""
+    """Return a context in which torch makes views of ``t``. In inference mode torch (2.13) makes
+    none of a DTensor."""
     leave = not torch.compiler.is_compiling() and isinstance(t, dtensor())
     leave = leave and torch.is_inference_mode_enabled() and not t.is_inference()
     return _outside_inference() if leave else nullcontext()

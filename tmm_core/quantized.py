@@ -316,7 +316,7 @@ class Quantized(torch.Tensor):
             for name in own.__tensor_flatten__()[0]:
                 getattr(own, name).copy_(getattr(other, name))
             return own
-        # torch.distributed.checkpoint then stores it whole, which no shard is.
+        # With an answer, torch.distributed.checkpoint stores the tensor whole. No shard is whole.
         if operator is _aten.is_pinned.default and not isinstance(own.stored, compat.dtensor()):
             return operator(own.stored, *rest, **kwargs)
         if operator is _CHECKS:
@@ -347,7 +347,7 @@ def _is_constant(t: Any) -> bool:
 
 
 def _advice(operator: Any, first: Any) -> str:
-    """What to do instead of an operator that quantised tensors do not have."""
+    """Return the advice for an operator that quantised tensors do not have."""
     written = first[0] if isinstance(first, (list, tuple)) and first else first
     if operator._schema.is_mutable and isinstance(written, Quantized):
         text = "its values are not written; quantise others, and copy_ or assign them"

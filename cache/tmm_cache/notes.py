@@ -35,15 +35,13 @@ class Notes:
 
     def __init__(self, name: str, state: JSON, root: Path | None = None) -> None:
         digest = hashlib.sha256(canonical(state).encode("ascii")).hexdigest()
-        root = default_root() if root is None else root
-        self._root = root
+        self._root = root = default_root() if root is None else root
         self.path = root / NOTES / f"{name}-{digest}.jsonl"
-        #: Why others may have written the file, empty if the reason is unknown. None: only this
-        #: user can have written it.
+        #: Why others may have written the file, empty if that is unknown; None: they cannot have.
         self.foreign = foreign(root)
         self._notes: dict[str, JSON] = {}
-        #: Lines that a failing disk refused: the next note takes them along.
-        self._unwritten: dict[str, str] = {}
+        #: Notes that a failing disk refused: the next one takes them along.
+        self._unwritten: dict[str, JSON] = {}
         #: Whether the latest notes alone fill the file.
         self._is_full = False
         if self.foreign is None:
@@ -71,25 +69,27 @@ class Notes:
         # Checked each time: others may have been given write permission since.
         if self.foreign is not None or foreign(self._root) is not None:
             return
-        self._unwritten[about] = canonical([about, value])
-        lines = "\n".join([*self._unwritten.values()]).encode("ascii")
+        notes = {**self._unwritten, about: value}
+        lines = "\n".join(map(canonical, notes.items())).encode("ascii")
+        self._unwritten[about] = value
 
         def append() -> bool:
             disk.make_folder(self.path.parent)
-            return disk.append_line(self.path, lines, MAX_BYTES) or self._rewritten(about, value)
+            return disk.append_line(self.path, lines, MAX_BYTES) or self._rewritten(notes)
 
         is_written = disk.repeated(append)
-        self._unwritten.clear()  # another thread has its own in its lines
+        for each in notes:  # not others: another thread may fail to write its own
+            self._unwritten.pop(each, None)
         if not is_written:
             raise OSError("it is full")
 
-    def _rewritten(self, about: str, value: JSON) -> bool:
-        """Read the full file again and replace it by the latest notes and this one. Returns False
+    def _rewritten(self, unwritten: dict[str, JSON]) -> bool:
+        """Read the full file again and replace it by the latest notes and these. Returns False
         if they would fill more than half of the file, now or at an earlier call. Raises OSError."""
         if self._is_full:
             return False
         self._read()
-        self._notes[about] = value
+        self._notes |= unwritten
         with suppress(RecursionError):  # a damaged note
             notes = map(canonical, self._notes.copy().items())  # another thread may add one
             data = "\n".join(["", *notes]).encode("ascii")

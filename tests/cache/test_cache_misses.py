@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cache_builders import ENVIRONMENT, GPU, OLDER_ENVIRONMENT, child, problem, record, warned
@@ -120,7 +121,22 @@ def test_what_a_full_disk_refused_is_noted_with_the_next_miss(
     assert logged(store) == [0, 1, 2]
     store.log_miss(GPU, ENVIRONMENT, problem(m=3))
     assert logged(store) == [0, 1, 2, 3]
-    assert Notes("misses", None, store.root).path.read_bytes().count(b"\n") == 4
+    notes = Notes("misses", None, store.root)
+    assert notes.path.read_bytes().count(b"\n") == 4
+    write = os.write
+
+    def half(*given: Any) -> int:
+        """Another thread's note is refused, while this one is written."""
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "write", full)
+            notes.add("other", 1)
+        monkeypatch.setattr(os, "write", write)
+        return write(*given)
+
+    monkeypatch.setattr(os, "write", half)
+    notes.add("mine", 1)
+    notes.add("mine", 2)
+    assert Notes("misses", None, store.root).get("other") == 1
 
 
 def test_an_unreadable_log_is_a_warning(store: CacheStore, log: Path) -> None:

@@ -39,6 +39,7 @@ from tmm_core.dispatch.explanation import _measurements, explain_problem, kernel
 from tmm_core.dispatch.first_use import size_class
 from tmm_core.dispatch.invariant import LADDER, _at, _position, _us_of_last_round, ladder, weight
 from tmm_core.dispatch.lookup import Lookup
+from tmm_core.dispatch.measuring import OTHER_KERNELS
 from tmm_core.dispatch.neighbour import Neighbours
 from tmm_core.dispatch.saving import saving_us
 from tmm_core.launch.plan import Choice
@@ -975,12 +976,38 @@ def test_an_adopted_record_that_is_stored_is_not_written_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     d, _ = dispatcher(FakeBlas(), FakeKernel("fast"), root=tmp_path)
+    other, _ = dispatcher(FakeBlas(), FakeKernel("fast"), root=tmp_path)
+    assert not [*other._neighbours.nearest(problem(m=32))]
     record = recorded(problem(), result("fast", 5.0))
     d.adopt(problem(), record)
     assert d.record_of(problem()) == record
     assert [each.record for each in CacheStore(tmp_path).summaries()] == [record]
-    monkeypatch.setattr(d.store, "save", lambda *_, **__: pytest.fail("written again"))
-    d.adopt(problem(), record)
+    for each in (d, other):
+        monkeypatch.setattr(each.store, "save", lambda *_, **__: pytest.fail("written again"))
+        each.adopt(problem(), record)
+    assert [near.record for near in other._neighbours.nearest(problem(m=32))] == [record]
+
+
+def test_an_adopted_record_leaves_the_results_of_other_plugins(tmp_path: Path) -> None:
+    def stored() -> Any:
+        return CacheStore(tmp_path).load(DEVICE.gpu, DEVICE.environment, problem().to_json())
+
+    times = {"fast": 5.0, "blas": 9.0}
+    d, _ = dispatcher(FakeBlas(), FakeKernel("fast"), times=times, root=tmp_path)
+    mine = d.tune(problem(), settings())
+    others = [result(f"other{number}", 3.0) for number in range(OTHER_KERNELS + 2)]
+    both = revised(mine, candidates=(*mine.candidates, *others))
+    d.store.save(DEVICE.gpu, DEVICE.environment, both)
+    d.adopt(problem(), d.tune(problem(), settings()))
+    assert d.record_of(problem()) == mine
+    assert stored() == both
+    # One from a rank that has one of the other kernels.
+    newer = revised(mine, candidates=(*mine.candidates, result("other1", 4.0)))
+    d.adopt(problem(), newer)
+    kept = [others[0], *others[2:]][:OTHER_KERNELS]
+    assert stored() == revised(newer, candidates=(*newer.candidates, *kept))
+    d.adopt(problem(), stored())
+    assert stored() == revised(newer, candidates=(*newer.candidates, *kept))
 
 
 @pytest.mark.parametrize("mode", [False, True])

@@ -615,7 +615,7 @@ def test_shards_of_quantised_weights_hold_whole_blocks(world: World, case: Store
         assert error < 2e-2
 
 
-#: What takes quantised parameters on several ranks, and how (docs/shard.md).
+#: Wrappers of quantised parameters on several ranks (docs/shard.md).
 WRAPPERS = ("DDP", "DDP that sends", "FSDP", "fully_shard", "fully_shard all", "inference mode")
 
 

@@ -324,6 +324,7 @@ def test_a_built_in_epilogue_with_another_function_is_its_own() -> None:
         mine = replace(relu, reference=lambda z, by=factor: z * by, parameters=(factor,))
         assert (mine.key.partition("@")[0], mine.builtin) == (f"relu({factor})", False)
         assert tmm_core.matmul(x, x, epilogue=mine).tolist() == [[2 * factor] * 2] * 2
+    assert replace(relu, gated=True).key != "relu"
     other = replace(relu, reference=torch.neg)
     assert tmm_core.matmul(x, x, epilogue=other).tolist() == [[-2.0] * 2] * 2
 

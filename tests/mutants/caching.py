@@ -116,8 +116,13 @@ CACHE = [
            "a plugin's kernel is compared with itself", ("tests/cache/test_cache_summaries.py",)),
     Mutant("cache-notes-torn", "tmm_cache/disk.py", "<= len(line):", "< 0:",
            "a note of which a disk takes a part is lost without a word", (LIMITS,)),
-    Mutant("cache-notes-refused", "tmm_cache/notes.py", '"\\n".join([*self._unwritten.values()])',
-           "self._unwritten[about]", "a miss that a full disk refused is never noted",
+    Mutant("cache-notes-refused", "tmm_cache/notes.py", "notes = {**self._unwritten, about: value}",
+           "notes = {about: value}", "a miss that a full disk refused is never noted",
+           ("tests/cache/test_cache_misses.py::"
+            "test_what_a_full_disk_refused_is_noted_with_the_next_miss",)),
+    Mutant("cache-notes-refused-thread", "tmm_cache/notes.py",
+           "        for each in notes:  # not", "        for each in [*self._unwritten]:  # not",
+           "a note of another thread that the disk refuses is forgotten",
            ("tests/cache/test_cache_misses.py::"
             "test_what_a_full_disk_refused_is_noted_with_the_next_miss",)),
     Mutant("cache-write-names-no-file", "tmm_cache/disk.py",
@@ -125,7 +130,7 @@ CACHE = [
            "the error of a full disk does not name the file",
            ("tests/cache/test_cache_messages.py::"
             "test_a_disk_that_fills_up_is_reported_with_the_name_of_the_file",)),
-    Mutant("cache-notes-full", "tmm_cache/notes.py", " or self._rewritten(about, value)", "",
+    Mutant("cache-notes-full", "tmm_cache/notes.py", " or self._rewritten(notes)", "",
            "a file full of repeated notes takes no further ones", (LIMITS,)),
     Mutant("cache-notes-use", "tmm_cache/notes.py", "            disk.touch(self.path)\n", "            pass\n",
            "notes that each process reads are removed before records that none reads", (LIMITS,)),

@@ -6,6 +6,7 @@ from mutant import Mutant
 
 CHOICES = "tests/core/test_choices.py"
 DISPATCHER = "tests/core/test_dispatcher.py"
+BOUNDARIES = "tests/core/test_boundaries_dispatch.py"
 VERIFIER = "tests/core/test_verifier.py"
 TUNER = "tests/core/test_tuner.py"
 TRUST = "tests/core/test_trust.py"
@@ -13,17 +14,26 @@ EXACT = "tests/core/test_exact_m.py"
 
 TUNING = [
     Mutant("absent-results-dropped", "dispatch/measuring.py",
-           "others = [] if before is None else self.absent(before)", "others = []",
+           "if before is not None:\n            record", "if False:\n            record",
            "processes with other plugins tune again after each other",
            ("tests/core/test_dispatcher.py::"
             "test_processes_with_other_plugins_or_versions_share_a_record",)),
+    Mutant("adopted-drops-others", "dispatch/dispatcher.py", "record not in (known, self.record_of(key))",
+           "record != known", "ranks drop the results of other processes' plugins",
+           (f"{BOUNDARIES}::test_an_adopted_record_leaves_the_results_of_other_plugins",)),
+    Mutant("absent-results-twice", "dispatch/measuring.py", "and kernel not in measured", "and True",
+           "a record has the results of a kernel of another rank twice",
+           (f"{BOUNDARIES}::test_an_adopted_record_leaves_the_results_of_other_plugins",)),
+    Mutant("absent-kernels-grow", "dispatch/measuring.py", "versions.values(), OTHER_KERNELS)",
+           "versions.values(), None)", "a record grows with each kernel that has a new name",
+           (f"{BOUNDARIES}::test_an_adopted_record_leaves_the_results_of_other_plugins",)),
     Mutant("absent-results-decide", "dispatch/lookup.py",
            "winner = decide(here, record.best)", "winner = 0",
            "BLAS answers if another process decided without this one's plugin",
            ("tests/core/test_dispatcher.py::"
             "test_processes_with_other_plugins_or_versions_share_a_record",)),
-    Mutant("absent-results-grow", "dispatch/measuring.py", "each.version in versions[:OTHER_VERSIONS]",
-           "each.version in versions", "a record grows with each edit of a plugin",
+    Mutant("absent-results-grow", "dispatch/measuring.py", "those[:OTHER_VERSIONS]", "those",
+           "a record grows with each edit of a plugin",
            ("tests/core/test_dispatcher.py::"
             "test_processes_with_other_plugins_or_versions_share_a_record",)),
     Mutant("forced-signature", "dispatch/dispatcher.py", "and not (ends or unnamed):", "and not ends:",
@@ -202,15 +212,16 @@ DISPATCHING = [
            "search.untried([run.candidate for run in tuning.runs])", "()",
            "each start tunes again for what is hopeless", ("tests/core/test_static_weights.py",)),
     Mutant("adopt-remembered", "dispatch/dispatcher.py",
-           "batch_invariant=mode), record)\n            self._forget()\n",
-           "batch_invariant=mode), record)\n", "ranks disagree", (CHOICES,)),
+           "self.stamp_winner(key, record)\n            self._forget()\n",
+           "self.stamp_winner(key, record)\n", "ranks disagree", (CHOICES,)),
     Mutant("adopt-verified", "dispatch/dispatcher.py",
-           "            self.stamp_winner(replace(problem.bare(), batch_invariant=mode), record)\n",
+           "            self.stamp_winner(key, record)\n",
            "", "under capture ranks disagree",
            (f"{CHOICES}::test_an_adopted_record_answers_under_capture",)),
     Mutant("adopt-neighbours", "dispatch/dispatcher.py",
-           "            self._forget()\n            self._neighbours.add(device, record)\n",
-           "            self._forget()\n", "guesses ignore what was adopted", (CHOICES,)),
+           "            self._forget()\n            self._neighbours.add(device, known)\n",
+           "            self._forget()\n", "guesses ignore what was adopted",
+           (f"{BOUNDARIES}::test_an_adopted_record_that_is_stored_is_not_written_again",)),
     Mutant("tune-remembered", "dispatch/dispatcher.py",
            "            self._forget()\n            return record\n", "            return record\n",
            "tuning changes nothing in this process", (CHOICES,)),

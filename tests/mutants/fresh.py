@@ -369,7 +369,7 @@ FRESH = [
            "what this process tuned is no hint for its next tuning",
            (f"{DISPATCH}::test_what_is_tuned_is_a_neighbour_at_once",)),
     Mutant("adopted-on-disk-alone", "dispatch/dispatcher.py",
-           "            self.store.hold(gpu, environment, record)\n", "",
+           "            self.store.hold(device.gpu, device.environment, known)\n", "",
            "a full disk costs the choice that all ranks agreed on",
            (f"{DISPATCH}::test_an_adopted_record_answers_although_the_disk_refuses_it",)),
     Mutant("invariant-never-measured", "dispatch/invariant.py",

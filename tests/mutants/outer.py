@@ -179,9 +179,14 @@ OUTER = [
            "records of an epilogue that is not installed any more fail",
            ("tests/core/test_verify_command.py::test_each_fault_is_a_line",)),
     Mutant("outer-builtin-replaced", "spec/epilogue.py",
-           "if self.builtin and _built_in.setdefault(self.name, functions) != functions:",
+           "if self.builtin and _built_in.setdefault(self.name, results) != results:",
            "if False:",
            "a built-in epilogue whose function was replaced computes the built-in one",
+           ("tests/core/test_identity.py::"
+            "test_a_built_in_epilogue_with_another_function_is_its_own",)),
+    Mutant("outer-builtin-gated", "spec/epilogue.py",
+           'for name in (*_FUNCTIONS, "gated", "interleaved", "linear")]', "for name in _FUNCTIONS]",
+           "a built-in epilogue that is made gated has the key of the one without a gate",
            ("tests/core/test_identity.py::"
             "test_a_built_in_epilogue_with_another_function_is_its_own",)),
     Mutant("outer-epilogues-many", "spec/epilogue.py", "if kept is new and len(_of_process) == MANY:", "if False:",

@@ -421,14 +421,15 @@ class Dispatcher(Deferring):
         The record is also stored, unless it is stored already or the disk refuses it.
         """
         device, mode = problem.device, "batch_invariant" in record.problem
-        gpu, environment = device.gpu, device.environment
+        key = replace(problem.bare(), batch_invariant=mode)
         with self._lock:
-            if self.store.load(gpu, environment, record.problem) != record:
-                self.store.save(gpu, environment, record)
-            self.store.hold(gpu, environment, record)
-            self.stamp_winner(replace(problem.bare(), batch_invariant=mode), record)
+            known = self.store.load(device.gpu, device.environment, record.problem)
+            if known is None or record not in (known, self.record_of(key)):
+                known = self._store(key, record)
+            self.store.hold(device.gpu, device.environment, known)
+            self.stamp_winner(key, record)
             self._forget()
-            self._neighbours.add(device, record)
+            self._neighbours.add(device, known)
 
     def quarantine(self, problem: Problem, choice: Choice, fault: BaseException | str) -> None:
         """Stop using this kernel for problems of this bucket, in this process.

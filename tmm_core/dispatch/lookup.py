@@ -37,7 +37,7 @@ from tmm_core.tuning.ranking import (
     ranked_around,
     times_around,
 )
-from tmm_core.tuning.untried import Noted, Untried, unmeasured
+from tmm_core.tuning.untried import KernelVersion, Noted, Untried, unmeasured
 
 
 class Lookup:
@@ -79,21 +79,21 @@ class Lookup:
 
     def record_of(self, key: Problem) -> TuningRecord | None:
         """Return the record measured for exactly this problem, without the results of kernels that
-        this process lacks: its winner is the best of the others."""
+        this process lacks. Its winner is the best of the others."""
         record = self.store.load(key.device.gpu, key.device.environment, key.to_json())
         if record is None or not (absent := self.absent(record)):
             return record
-        lacking = {(each.kernel, each.version) for each in absent}
-        here = [r for r in record.candidates if (r.kernel, r.version) not in lacking]
+        here = [r for r in record.candidates if (r.kernel, r.version) not in absent]
         if not finalists(here):
             return record
         winner = decide(here, record.best)
         return revised(record, candidates=tuple(here), winner=winner)
 
-    def absent(self, record: TuningRecord) -> list[CandidateResult]:
-        """Return the results of kernels that this process lacks, or has in another version."""
+    def absent(self, record: TuningRecord) -> list[KernelVersion]:
+        """Return the kernels on record that this process lacks, or has in another version."""
         present = {(kernel.name, kernel.version) for kernel in self.registry.kernels()}
-        return [each for each in record.candidates if (each.kernel, each.version) not in present]
+        measured = dict.fromkeys((each.kernel, each.version) for each in record.candidates)
+        return [each for each in measured if each not in present]
 
     def best(
         self, record: TuningRecord, able: list[Kernel[Any]], problem: Problem

@@ -26,7 +26,7 @@ from tmm_core.spec.steps import Steps, drained
 from tmm_core.tuning.findings import Findings, warn_of_environment
 from tmm_core.tuning.ranking import fastest_first
 from tmm_core.tuning.search import CLOSE, NO_HINTS, Hints
-from tmm_core.tuning.untried import Obstacle
+from tmm_core.tuning.untried import KernelVersion, Obstacle
 from tmm_core.verify.environment_faults import cause_of
 
 if TYPE_CHECKING:
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 #: problem on another GPU or under other versions, or of near problems.
 HINTING_RECORDS, HINTS_EACH = 3, 3
 
-#: The number of versions of a kernel of which a record keeps results, besides the present one.
-OTHER_VERSIONS = 2
+#: A record keeps results of so many kernels that its process lacks, and so many versions of each.
+OTHER_KERNELS, OTHER_VERSIONS = 32, 2
 
 #: How many tuning budgets to wait for another process that tunes the same problem.
 LOCK_PATIENCE = 4.0
@@ -169,7 +169,7 @@ class Measuring(Lookup):
             key, able, settings, kept, new=new, hints=hints, findings=findings, spent=spent
         )
         if record is not kept:
-            record = self._store(key, record)
+            self._store(key, record)
             if findings.verified:
                 self.stamp_winner(key, record)
             self.untried.note(key, findings.tried, findings.left)
@@ -183,23 +183,29 @@ class Measuring(Lookup):
             self.first_use.stamp(key, winner)
 
     def _store(self, key: Problem, record: TuningRecord) -> TuningRecord:
-        """Store a record, and return it. Earlier results of kernels that this process lacks stay:
-        a process that has them would tune again, and drop the results of this one."""
+        """Store and return a record, with earlier results of kernels that this process lacks."""
         device = key.device
         before = self.store.load(device.gpu, device.environment, record.problem)
-        others = [] if before is None else self.absent(before)
-        known: dict[str, list[str]] = {}
-        for each in others:
-            versions = known.setdefault(each.kernel, [])
-            if each.version not in versions:
-                versions.append(each.version)
-            if each.kernel != BASELINE and each.version in versions[:OTHER_VERSIONS]:
-                record = revised(record, candidates=(*record.candidates, each))
+        if before is not None:
+            record = self._with_absent(record, before)
         # Another process cannot have an epilogue that does not last.
         store = self.store.save if key.epilogue.lasting else self.store.hold
         store(device.gpu, device.environment, record)
         self._neighbours.add(device, record)
         return record
+
+    def _with_absent(self, record: TuningRecord, before: TuningRecord) -> TuningRecord:
+        """Add the results of ``before`` of kernels that this process lacks: a process that has them
+        would tune again, and drop the results of this one."""
+        measured = {(each.kernel, each.version) for each in record.candidates}
+        versions: dict[str, list[KernelVersion]] = {}  # the latest first
+        for kernel in self.absent(before):
+            if kernel[0] != BASELINE and kernel not in measured:
+                versions.setdefault(kernel[0], []).append(kernel)
+        latest = itertools.islice(versions.values(), OTHER_KERNELS)
+        kept = {each for those in latest for each in those[:OTHER_VERSIONS]}
+        others = [each for each in before.candidates if (each.kernel, each.version) in kept]
+        return revised(record, candidates=(*record.candidates, *others))
 
     @contextlib.contextmanager
     def _alone_on(self, device: DeviceFingerprint) -> Iterator[bool]:

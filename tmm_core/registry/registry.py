@@ -346,8 +346,9 @@ class Registry:
             raise PluginError(f"a format's name is {shown(form.name)}, not {A_NAME}")
         try:
             form.check()
+            code = format_code(form)
             formats.add(form)
-            formats.CODES[form.name] = format_code(form)
+            formats.CODES[form.name] = code
         except (TypeError, ValueError) as error:
             raise PluginError(error_message(error)) from error
 

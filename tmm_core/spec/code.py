@@ -110,7 +110,9 @@ def code_version(*kinds: type, functions: Iterable[object] = ()) -> str:
             files.append(package_digest(name))
     binds = [value for base in bases if isinstance(value := vars(base).get("bind"), FunctionType)]
     typed = any(is_typed(bind) for bind in binds)
-    return _of_process(kinds) if typed or None in files else _short(*map(str, files))
+    if typed or None in files:
+        return _of_process((*kinds, *written))
+    return _short(*map(str, files))
 
 
 def is_typed(function: FunctionType) -> bool:
@@ -119,7 +121,7 @@ def is_typed(function: FunctionType) -> bool:
 
 
 @functools.cache
-def _of_process(kinds: tuple[type, ...]) -> str:
+def _of_process(code: tuple[object, ...]) -> str:
     return unique()
 
 
@@ -133,7 +135,7 @@ def package_digest(module: str) -> str | None:
     """Return a digest of all files of a module's top-level package; None if the module is in no
     file. Files that changed are read again."""
     if module == "__main__" and hasattr(sys, "ps1"):
-        return None  # an interactive session: a part of a script, edited since, may be run in it
+        return None  # an interactive session may run an edited part of a script
     stamps = tuple(_stamp(path, name) for path, name in _files(module))
     return _digest(_package(module), stamps) if stamps else None
 

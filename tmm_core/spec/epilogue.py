@@ -130,9 +130,9 @@ class Epilogue:
             raise ValueError(f"epilogue {self.name!r} is interleaved but not gated")
         if self.interleaved and (self.derivative or self.device_derivative):
             raise ValueError(f"interleaved epilogue {self.name!r} takes no derivative")
-        functions = [getattr(self, name) for name in _FUNCTIONS]
-        if self.builtin and _built_in.setdefault(self.name, functions) != functions:
-            # Made of a built-in one by dataclasses.replace: the name stands for other functions.
+        results = [getattr(self, name) for name in (*_FUNCTIONS, "gated", "interleaved", "linear")]
+        if self.builtin and _built_in.setdefault(self.name, results) != results:
+            # Made of a built-in one by dataclasses.replace: the name stands for other results.
             object.__setattr__(self, "builtin", False)
         if len({port.name for port in self.outputs}) < len(self.outputs):
             raise ValueError(f"epilogue {self.name!r} has two outputs of one name")
@@ -436,9 +436,9 @@ class Epilogue:
 _FUNCTIONS = ("reference", "derivative", "output_vjp", "device", "device_derivative")
 #: Epilogue objects by key: the operator's schema can carry only a string.
 INTERNED: dict[str, Epilogue] = {}
-#: The functions of built-in epilogues, by name.
+#: The functions and flags of built-in epilogues, by name.
 _built_in: dict[str, list[Any]] = {}
-#: So many epilogues of one process are reported: a program may make one in each call.
+#: The number of epilogues that a process reports: a program may make one in each call.
 MANY = 256
 _HOLDS = (
     "%d epilogues (the last is %r) read different objects or numbers in closures; each is kept, "

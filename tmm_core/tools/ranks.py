@@ -280,7 +280,7 @@ class _Board:
         return request not in map(self.get, joined)
 
     def fate(self, rank: int) -> str:
-        """What became of a rank that did not finish."""
+        """Return what became of a rank that did not finish."""
         if self.has(key := f"failed/{rank}"):
             return f"ended its tuning with {self.get(key)}"
         return f"showed no sign of life for {self.timeout:g} s"
