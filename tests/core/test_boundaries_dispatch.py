@@ -1636,6 +1636,8 @@ def test_a_tuning_starts_from_the_best_three_of_the_three_nearest(
     for size in sizes:
         timed = [result("fast", float(us), config={"tile": size + us}) for us in (4, 3, 2, 1)]
         eliminated = result("fast", 0.5, status="slow", config={"tile": 1})
+        former = revised(result("fast", 1.5, config={"tile": size + 1}), version="0")
+        timed += [former, result("absent", 0.1)]
         d._store(problem(m=size), recorded(problem(m=size), *timed, eliminated))
     found = d.hints(problem())
     tiles = [config["tile"] for _, config in found.candidates]

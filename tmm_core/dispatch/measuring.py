@@ -6,7 +6,7 @@ import contextlib
 import functools
 import itertools
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,7 +24,7 @@ from tmm_core.spec.launcher import BASELINE
 from tmm_core.spec.problem import Problem
 from tmm_core.spec.steps import Steps, drained
 from tmm_core.tuning.findings import Findings, warn_of_environment
-from tmm_core.tuning.ranking import fastest_first
+from tmm_core.tuning.ranking import fastest_first, identity
 from tmm_core.tuning.search import CLOSE, NO_HINTS, Hints
 from tmm_core.tuning.untried import KernelVersion, Obstacle
 from tmm_core.verify.environment_faults import cause_of
@@ -223,11 +223,12 @@ class Measuring(Lookup):
         """Return winners of this problem on other GPUs or versions, or of near problems. A tuning
         tries them first."""
         near = list(itertools.islice(self._neighbours.nearest(problem), HINTING_RECORDS))
-        candidates = [
-            (result.kernel, result.config)
-            for each in near
-            for result in fastest_first(each.record)[:HINTS_EACH]
-        ]
+        present = {kernel.name for kernel in self.registry.kernels()}
+        candidates: list[tuple[str, Mapping[str, Any]]] = []
+        for each in near:
+            usable = [result for result in fastest_first(each.record) if result.kernel in present]
+            found = {identity(result): (result.kernel, result.config) for result in usable}
+            candidates += itertools.islice(found.values(), HINTS_EACH)
         return Hints(candidates, bool(near) and near[0].octaves <= CLOSE)
 
     def warn_of_tuning(self, problem: Problem, error: Exception, forbidden: str) -> None:
