@@ -104,7 +104,7 @@ class Notes:
             if not is_shared():
                 self.foreign = foreign_file(self._root, self.path, handle)
             data = disk.read_all(handle, MAX_BYTES) if self.foreign is None else b""
-        for line in data.split(b"\n"):
+        for line in filter(None, data.split(b"\n")):
             with suppress(ValueError):  # a killed process left a torn line
                 note = parse(line)
                 if isinstance(note, list) and len(note) == 2 and isinstance(note[0], str):

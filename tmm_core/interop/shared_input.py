@@ -112,7 +112,9 @@ concurrent = torch.ops.tmm.concurrent.default
 #: The types of devices that have streams.
 STREAMED = ("cuda",)
 #: Views and conversions, by which a graph makes a product's operands of its inputs.
-MOVED = TURNS | RESHAPES | {convert, aten.slice.Tensor, aten.select.int, aten.unsqueeze.default}
+MOVED = TURNS | RESHAPES | {
+    convert, aten.slice.Tensor, aten.select.int, aten.unsqueeze.default, aten.alias.default,
+}  # fmt: skip
 
 
 class Product(NamedTuple):
