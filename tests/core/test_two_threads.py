@@ -155,6 +155,22 @@ def test_turns_end(monkeypatch: pytest.MonkeyPatch) -> None:
             assert Turns().over
 
 
+def test_turns_do_not_end_because_another_thread_is_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its CPU time ended them, and no launches overlapped."""
+    monkeypatch.setattr(two_threads, "_TURNS_CPU", 0.05)
+    turns = Turns()
+    assert not turns.over
+
+    def work() -> None:
+        while time.thread_time() < 0.1:
+            pass
+
+    other = threading.Thread(target=work)
+    other.start()
+    other.join()
+    assert not turns.over
+
+
 @pytest.mark.parametrize("most", [1, 2, 3])
 def test_turns_end_after_so_many_waits_in_vain(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
     monkeypatch.setattr(two_threads, "_WAITS", 0)

@@ -38,7 +38,7 @@ Pace = Literal["lines", "launches", "free"]
 LEAST_TOGETHER, MOST_TOGETHER, TOGETHER_SECONDS = 2, 32, 0.006
 #: Maximum seconds for which a thread goes on while the other one makes its launches.
 LONGEST_TOGETHER = 0.2
-#: Threads stop alternating after this many lines, seconds of the process's CPU time, or seconds of
+#: Threads stop alternating after this many lines, seconds of CPU time of one of them, or seconds of
 #: wall time.
 _MOST_LINES, _TURNS_CPU, _TURNS_SECONDS = 2000, 0.5, 5.0
 #: How often a thread waits for its turn, and for how many seconds each time; on a busy machine each
@@ -57,7 +57,8 @@ class Turns:
     def __init__(self) -> None:
         self._changed, self._turn = threading.Condition(), 0
         self._until, self._left = time.monotonic() + _TURNS_SECONDS, _MOST_LINES
-        self._until_cpu = time.process_time() + _TURNS_CPU
+        #: Each thread's CPU time at its first turn. Other threads of the process may be busy.
+        self._began: dict[int, float] = {}
         self._away: set[int] = set()
         self._vain = 0
         #: Launches between the other thread's lines use that thread's operands: weights are shared,
@@ -67,8 +68,9 @@ class Turns:
     @property
     def over(self) -> bool:
         """Whether the lines or the time are used up."""
-        late = time.process_time() > self._until_cpu or time.monotonic() > self._until
-        return self._left <= 0 or late
+        now = time.thread_time()
+        used = now - self._began.setdefault(threading.get_ident(), now)
+        return self._left <= 0 or used > _TURNS_CPU or time.monotonic() > self._until
 
     def pass_on(self, thread: int) -> None:
         """Let the other thread run, and wait for the next turn."""
