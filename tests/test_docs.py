@@ -79,7 +79,7 @@ def test_examples_in_docstrings(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("pages", RUN, ids=lambda pages: Path(pages[0]).stem)
-def test_what_a_page_shows_works(pages: tuple[str, ...], tmp_path: Path) -> None:
+def test_code_and_commands_of_a_page_work(pages: tuple[str, ...], tmp_path: Path) -> None:
     """The Python blocks of a page run as one module, then the commands of all, in a folder with the
     examples. A Python block that begins with its file's name becomes this file instead."""
     found = [(page, *block) for page in pages for block in blocks(page)]
@@ -127,7 +127,7 @@ def test_what_a_page_shows_works(pages: tuple[str, ...], tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "plugins/README.md", *PAGES])
-def test_a_page_links_to_what_there_is(page: str) -> None:
+def test_links_of_a_page_have_targets(page: str) -> None:
     path = ROOT / page
     text = path.read_text(encoding="utf-8")
     for target in re.findall(r"\]\((?!https?:)([^)#]+)", text):
@@ -162,7 +162,7 @@ def test_the_readme_takes_two_screens() -> None:
     assert len(lines) < 110
 
 
-def test_what_runs_pages_names_pages() -> None:
+def test_the_list_of_run_pages_names_pages() -> None:
     named = {page for pages in RUN for page in pages} - {"README.md"}
     assert named <= set(PAGES)
     for page in PAGES:

@@ -242,7 +242,7 @@ def swallowed(source: str) -> list[tuple[str, str]]:
     return found
 
 
-def test_no_handler_swallows_what_a_signal_raised() -> None:
+def test_no_handler_swallows_a_signals_exception() -> None:
     found = {
         f"{path.relative_to(ROOT).as_posix()}:{function}: {types}"
         for package in PACKAGES.values()
@@ -360,7 +360,7 @@ WALKS = {
 
 
 @pytest.mark.parametrize("walk", WALKS)
-def test_walks_through_the_code_are_short_and_name_what_is_there(walk: str) -> None:
+def test_walks_through_the_code_are_short_and_name_existing_code(walk: str) -> None:
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     section = text.split(f"### {walk}\n", 1)[1].split("\n#", 1)[0]
     steps = re.findall(r"^\d\. `([^`]+)`: (.*(?:\n   .*)*)", section, re.MULTILINE)

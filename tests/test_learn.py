@@ -77,7 +77,7 @@ def here(words: list[str]) -> bool:
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the page interprets its kernels")
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the overflow that is shown
-def test_every_command_prints_what_is_shown(
+def test_every_command_prints_the_shown_output(
     reader: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert len(STEPS) >= 10
@@ -105,7 +105,7 @@ def test_every_command_prints_what_is_shown(
     shutil.rmtree(reader / "my-gemm")
 
 
-def test_what_is_quoted_is_what_is_run() -> None:
+def test_quoted_code_is_the_code_that_runs() -> None:
     """Each block of Python is a part of an example as it stands."""
     examples = [path.read_text("utf-8") for path in (ROOT / "examples" / "learn").glob("*.py")]
     quoted = [text for language, text in BLOCK.findall(PAGE) if language == "python"]
@@ -114,7 +114,7 @@ def test_what_is_quoted_is_what_is_run() -> None:
         assert any(text in example for example in examples), text
 
 
-def test_it_is_linked_and_links_to_what_there_is() -> None:
+def test_the_page_is_linked_and_its_links_have_targets() -> None:
     assert "(docs/learn.md)" in (ROOT / "README.md").read_text("utf-8")
     for target in re.findall(r"\]\(([^)#:]+)\)", PAGE):
         assert (ROOT / "docs" / target).exists(), target

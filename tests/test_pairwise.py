@@ -39,7 +39,7 @@ def test_shares_are_all_of_the_cases() -> None:
     assert share(range(10), 4, 3) == shares[1]
 
 
-def test_every_case_is_taken_where_that_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_case_is_taken_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EVERY_CASE", "1")
     assert covering(CASES, dict) == CASES
     assert share(range(10), 1, 3) == [*range(10)]

@@ -256,18 +256,18 @@ def test_a_gpu_name_of_96_letters_is_a_folder_name_as_it_is() -> None:
     assert not is_slug("x" * 97)
 
 
-def test_what_is_no_digest_is_in_no_path(tmp_path: Path) -> None:
+def test_no_path_is_made_from_an_invalid_digest(tmp_path: Path) -> None:
     for environment in ("..", "0" * 15, "0" * 17, "0" * 15 + "G"):
         with pytest.raises(ValueError, match=r"environment: found .*, accepted is a digest"):
             paths.record_path(tmp_path, GPU, environment, "0" * 16)
 
 
-def test_a_home_of_nobody_is_no_folder() -> None:
+def test_a_home_of_an_unknown_user_is_not_used() -> None:
     with warned("no home folder of that user"):
         assert paths.absolute("~nobody-of-that-name/tmm") == paths.NOWHERE
 
 
-def test_a_file_in_the_place_of_the_root_is_no_question_of_owners(
+def test_a_file_in_place_of_the_root_is_not_an_ownership_fault(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Reading reports it."""
@@ -318,7 +318,7 @@ def test_a_folder_that_cannot_be_listed_is_one_fault(
     assert [(fault.path, fault.of_folder) for fault in faults] == [(lost, True)]
 
 
-def test_a_folder_that_is_gone_is_no_fault(store: CacheStore) -> None:
+def test_a_removed_folder_is_not_a_fault(store: CacheStore) -> None:
     """Another process may remove it after it was listed; a link may name none."""
     store.save(GPU, ENVIRONMENT, record())
     gone = store.path("nvidia-a100", ENVIRONMENT, problem()).parent.parent
@@ -343,7 +343,7 @@ def test_a_root_may_hold_256_mebibytes() -> None:
     assert size_limits.size_limit({}) == 268_435_456
 
 
-def test_saves_of_a_tenth_of_the_limit_are_followed_by_a_look(
+def test_saves_of_a_tenth_of_the_limit_are_followed_by_a_scan(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looks: list[list[bool]] = []
@@ -365,7 +365,7 @@ def test_saves_of_a_tenth_of_the_limit_are_followed_by_a_look(
 
 
 @pytest.mark.parametrize(("timeout", "waits"), [(0.5, [0.5]), (1.0, [1.0]), (2.5, [1.0, 1.5])])
-def test_a_wait_for_a_lock_is_as_long_as_asked(
+def test_a_wait_for_a_lock_ends_at_the_timeout(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, timeout: float, waits: list[float]
 ) -> None:
     import filelock
@@ -657,7 +657,7 @@ def test_a_problem_is_bounded(extra: Any) -> None:
         fields.require_problem(problem() | {"x": value})
 
 
-def test_a_problem_without_end_is_no_json() -> None:
+def test_a_problem_nested_too_deeply_is_refused() -> None:
     deep: Any = {}
     for _ in range(100_000):
         deep = {"x": deep}
@@ -825,7 +825,7 @@ def test_a_warning_becomes_one_note_and_others_stay_warnings(
     assert capsys.readouterr().err == "tmm: own\n"
 
 
-def test_a_paragraph_has_20_letters_beside_its_indentation() -> None:
+def test_a_paragraph_has_room_for_20_letters_after_its_indentation() -> None:
     assert console.paragraph("aaaa " * 8, 5) == ["aaaa aaaa aaaa aaaa"] * 2
     assert console.paragraph("aaaaaaaaaa bbbbbbbbbb", 20, hanging=3) == [
         "aaaaaaaaaa",

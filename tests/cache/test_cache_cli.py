@@ -290,7 +290,7 @@ def test_verify(filled: CacheStore, capsys: Captured) -> None:
     }
 
 
-def test_verify_looks_into_layers(
+def test_verify_reads_layers(
     filled: CacheStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ) -> None:
     below = CacheStore(tmp_path / "below", [])
@@ -354,7 +354,7 @@ def test_an_ascii_terminal_gets_escapes_and_no_error(filled: CacheStore) -> None
 
 
 @pytest.mark.parametrize("options", [["show"], ["show", "--json"], ["--help"]])
-def test_a_closed_pipe_is_no_complaint(filled: CacheStore, options: list[str]) -> None:
+def test_a_closed_pipe_is_not_reported(filled: CacheStore, options: list[str]) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     command = child("-m", "tmm_cache.cli", *options, stdout=writer)

@@ -282,7 +282,7 @@ def test_the_faults_are_felt(prepared: Path, tmp_path: Path) -> None:
     assert (faults.calls, faults.hit) == (0, [])
 
 
-def test_what_a_process_says_before_it_dies_is_heard(tmp_path: Path) -> None:
+def test_output_of_a_process_before_its_death_is_received(tmp_path: Path) -> None:
     def scenario(acknowledge: Acknowledge) -> None:
         acknowledge("before")
         os.listdir(tmp_path)

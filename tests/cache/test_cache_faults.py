@@ -131,7 +131,7 @@ def test_a_layer_answers_for_a_broken_record_of_the_root(
     assert store.found(GPU, ENVIRONMENT, problem()) == answer
 
 
-def test_saving_mends_a_broken_record(broken: tuple[CacheStore, Path, str]) -> None:
+def test_saving_replaces_a_broken_record(broken: tuple[CacheStore, Path, str]) -> None:
     store, path, _ = broken
     if path.is_dir():
         with warned("cannot be written"):
@@ -206,7 +206,7 @@ def test_a_folder_in_place_of_an_environment_file_costs_no_record(store: CacheSt
         assert [entry.environment for entry in store.summaries()] == [None] * 2
 
 
-def test_a_missing_environment_file_is_no_fault_and_comes_back(store: CacheStore) -> None:
+def test_a_missing_environment_file_is_not_a_fault_and_is_written_again(store: CacheStore) -> None:
     path = store.save(GPU, ENVIRONMENT, record())
     assert path is not None
     path.with_name("environment.json").unlink()
@@ -359,7 +359,7 @@ def test_the_data_is_synced_before_it_is_renamed_and_the_folder_after(
 
 
 @pytest.mark.parametrize("fails", ["environment.json", "record"])
-def test_a_record_never_lies_without_its_environment(
+def test_a_record_is_never_stored_without_its_environment(
     store: CacheStore, monkeypatch: pytest.MonkeyPatch, fails: str
 ) -> None:
     """A reader between the two steps, or after a crash there, must know the record's

@@ -50,7 +50,7 @@ def test_digest_ignores_order_and_tuples_but_no_value() -> None:
     assert len({digest(variant) for variant in variants}) == len(variants)
 
 
-def test_digest_refuses_what_is_not_json() -> None:
+def test_digest_refuses_values_that_are_not_json() -> None:
     with pytest.raises(ValueError):
         digest({"x": float("nan")})
     with pytest.raises(TypeError, match="of type object is not JSON"):
@@ -92,7 +92,7 @@ def test_long_names_stay_apart() -> None:
 @pytest.mark.parametrize(
     "gpu", ["", "..", ".", "a/b", "../x", "A", "a\0", "a b", "/abs", "-x", "a\n"]
 )
-def test_a_gpu_that_is_no_slug_is_refused_everywhere(store: CacheStore, gpu: str) -> None:
+def test_a_gpu_name_that_is_not_a_slug_is_refused_everywhere(store: CacheStore, gpu: str) -> None:
     for method in (store.path, store.load, store.found, store.log_miss):
         with pytest.raises(ValueError, match="gpu: found"):
             method(gpu, ENVIRONMENT, problem())

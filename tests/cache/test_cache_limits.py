@@ -178,7 +178,7 @@ def test_notes_that_are_read_are_in_use(store: CacheStore, days: float, noted: b
     assert (abs(path.stat().st_mtime - time.time()) < 60) is noted
 
 
-def test_what_a_link_names_is_replaced_and_the_link_stays(
+def test_the_target_of_a_link_is_replaced_and_the_link_stays(
     store: CacheStore, tmp_path: Path
 ) -> None:
     store.save(GPU, ENVIRONMENT, record())

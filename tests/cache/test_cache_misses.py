@@ -56,7 +56,7 @@ def test_each_gpu_and_environment_has_its_own_misses(store: CacheStore) -> None:
 
 
 @pytest.mark.parametrize("keep", [1, 10, 40])
-def test_a_torn_last_line_is_no_fault_and_swallows_nothing(
+def test_a_torn_last_line_is_not_a_fault_and_swallows_nothing(
     store: CacheStore, log: Path, keep: int
 ) -> None:
     store.log_miss(GPU, ENVIRONMENT, problem(m=1))
@@ -71,7 +71,7 @@ def test_a_torn_last_line_is_no_fault_and_swallows_nothing(
 @pytest.mark.parametrize(
     "line", ["[]", '["x", 3]', '["x", {"other": {}}]', "\\xff", '["x", {"problem": {"m": NaN}}]']
 )
-def test_lines_that_are_no_misses_are_passed_over(store: CacheStore, log: Path, line: str) -> None:
+def test_lines_that_are_not_misses_are_skipped(store: CacheStore, log: Path, line: str) -> None:
     store.log_miss(GPU, ENVIRONMENT, problem(m=1))
     with log.open("a") as file:
         file.write(f"\n{line}")
@@ -79,7 +79,7 @@ def test_lines_that_are_no_misses_are_passed_over(store: CacheStore, log: Path, 
     assert logged(store) == [1, 2]
 
 
-def test_a_problem_with_a_record_is_no_miss(store: CacheStore) -> None:
+def test_a_problem_with_a_record_is_not_a_miss(store: CacheStore) -> None:
     for m in (1, 2):
         store.log_miss(GPU, ENVIRONMENT, problem(m=m))
     store.log_miss("nvidia-a100", ENVIRONMENT, problem(m=1))
@@ -105,7 +105,7 @@ def test_processes_append_without_losing_or_tearing_a_line(store: CacheStore) ->
     assert sorted(logged(store)) == [*range(200)]
 
 
-def test_what_a_full_disk_refused_is_noted_with_the_next_miss(
+def test_a_miss_that_a_full_disk_refused_is_noted_with_the_next(
     store: CacheStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: object) -> int:

@@ -40,7 +40,7 @@ def test_damage_costs_only_the_damaged_lines(tmp_path: Path) -> None:
     assert (notes.get("x"), notes.get("y")) == (1, 2)
 
 
-def test_a_full_file_and_an_impossible_folder_are_no_faults(
+def test_a_full_file_and_an_impossible_folder_are_not_faults(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tmm_cache.notes.MAX_BYTES", 20)

@@ -97,7 +97,7 @@ def test_a_hard_link_is_own(path: Path, tmp_path: Path) -> None:
     assert trusted()
 
 
-def test_what_is_shared_on_purpose_is_own(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_root_shared_on_purpose_is_trusted(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path.chmod(0o666)
     path.parent.chmod(0o777)
     monkeypatch.setenv("TMM_CACHE_SHARED", "1")
@@ -216,6 +216,6 @@ def test_notes_that_others_may_have_written_are_neither_read_nor_written(
     assert file.read_bytes() == before
 
 
-def test_notes_of_ones_own_are_read(store: CacheStore) -> None:
+def test_the_users_own_notes_are_read(store: CacheStore) -> None:
     Notes("plugins", [1]).add("key", 2)
     assert Notes("plugins", [1]).get("key") == 2

@@ -100,7 +100,7 @@ def test_without_a_place_everything_is_kept_in_memory(nowhere: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize("command", [["show"], ["verify"], ["clear", "-y"], ["import", "x.json"]])
-def test_the_command_says_that_there_is_no_place(
+def test_the_command_reports_that_no_folder_is_usable(
     nowhere: str, command: list[str], capsys: Captured
 ) -> None:
     assert main(command) == 2
@@ -222,7 +222,7 @@ STRANGE = [a_fifo, a_socket, a_device, a_folder]
 
 
 @pytest.mark.parametrize("make", STRANGE)
-def test_misses_and_notes_that_are_no_files_do_not_hang(
+def test_misses_and_notes_that_are_not_regular_files_do_not_hang(
     store: CacheStore, make: Callable[[Path], None]
 ) -> None:
     log = Notes("misses", None, store.root).path
@@ -246,7 +246,7 @@ def test_misses_and_notes_that_are_no_files_do_not_hang(
 
 
 @pytest.mark.parametrize("make", STRANGE)
-def test_records_environments_and_locks_that_are_no_files_do_not_hang(
+def test_records_environments_and_locks_that_are_not_regular_files_do_not_hang(
     store: CacheStore, make: Callable[[Path], None]
 ) -> None:
     path = store.path(GPU, ENVIRONMENT, problem())
@@ -267,7 +267,7 @@ def test_records_environments_and_locks_that_are_no_files_do_not_hang(
 
 @pytest.mark.parametrize("make", STRANGE)
 @pytest.mark.slow(quick=4)
-def test_the_command_does_not_hang_on_what_is_no_file(
+def test_the_command_does_not_hang_on_something_else_than_a_file(
     store: CacheStore, make: Callable[[Path], None], tmp_path: Path
 ) -> None:
     store.save(GPU, ENVIRONMENT, record())
@@ -288,7 +288,7 @@ def test_the_command_does_not_hang_on_what_is_no_file(
         assert "Traceback" not in complaints
 
 
-def test_a_fifo_that_takes_the_place_of_a_file_after_the_look_does_not_hang(
+def test_a_fifo_that_replaces_a_file_after_the_check_does_not_hang(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "misses.jsonl"

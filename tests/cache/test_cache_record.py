@@ -397,7 +397,7 @@ def test_arbitrary_bytes_raise_a_value_error(data: bytes) -> None:
         (("clock",), 5, r"clock: Expected `str`, got `int`"),
     ],
 )
-def test_complaints_name_the_field_and_what_is_expected(
+def test_errors_name_the_field_and_the_expected_value(
     path: Any, value: Any, complaint: str
 ) -> None:
     document: Any = record().to_json()

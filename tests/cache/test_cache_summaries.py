@@ -50,7 +50,7 @@ def test_a_file_whose_fields_are_in_another_order_is_read(store: CacheStore) -> 
 
 
 @pytest.mark.parametrize("name", ["best", "imported"])
-def test_what_older_versions_wrote_is_ignored(store: CacheStore, name: str) -> None:
+def test_records_of_older_versions_are_ignored(store: CacheStore, name: str) -> None:
     path = store.save(GPU, ENVIRONMENT, record())
     assert path is not None
     document = json.loads(path.read_text())
@@ -59,7 +59,7 @@ def test_what_older_versions_wrote_is_ignored(store: CacheStore, name: str) -> N
     assert store.read(path) == record()
 
 
-def test_a_record_that_is_gone_or_damaged_when_its_turn_comes_is_none(store: CacheStore) -> None:
+def test_a_record_removed_or_damaged_since_the_listing_is_none(store: CacheStore) -> None:
     paths = [store.save(GPU, ENVIRONMENT, record(problem(m=m))) for m in (1, 2)]
     assert None not in paths
     first, second = sorted(path for path in paths if path is not None)
@@ -98,7 +98,7 @@ def test_a_broken_file_is_a_fault_and_the_rest_is_listed(
     [("schema", 3), ("clock", 7), ("problem", problem() | {"m": "64"}), ("winner", 5),
      ("candidates", [{"kernel": 1}])],
 )  # fmt: skip
-def test_what_a_list_shows_is_checked(store: CacheStore, name: str, value: Any) -> None:
+def test_fields_that_a_list_shows_are_checked(store: CacheStore, name: str, value: Any) -> None:
     save_one_and_one_with(store, name, value)
     with warned("is not a valid record"):
         assert [each.record.problem["m"] for each in briefs(store.root, warn_of)] == [1]
@@ -108,7 +108,7 @@ def test_what_a_list_shows_is_checked(store: CacheStore, name: str, value: Any) 
     ("name", "value"),
     [("schema", 3), ("clock", 7), ("problem", problem() | {"m": "64"}), ("problem", [])],
 )
-def test_what_a_search_for_neighbours_reads_is_checked(
+def test_fields_that_a_search_for_neighbours_reads_are_checked(
     store: CacheStore, name: str, value: Any
 ) -> None:
     save_one_and_one_with(store, name, value)
@@ -133,7 +133,7 @@ def test_problems_are_listed_of_held_records_too(store: CacheStore) -> None:
     assert found == problem()
 
 
-def test_a_summary_of_what_was_saved_is_the_one_that_is_listed(store: CacheStore) -> None:
+def test_the_summary_of_a_saved_record_equals_the_listed_one(store: CacheStore) -> None:
     store.save(GPU, ENVIRONMENT, record())
     assert [store.summary(GPU, ENVIRONMENT, record())] == list(store.summaries())
 

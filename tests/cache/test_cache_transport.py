@@ -44,7 +44,7 @@ def locked(monkeypatch: pytest.MonkeyPatch, value: str = "1") -> CacheStore:
     return CacheStore()
 
 
-def test_what_is_frozen_answers_alone(
+def test_only_frozen_records_answer(
     store: CacheStore, below: CacheStore, monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ) -> None:
     store.save(GPU, ENVIRONMENT, record(mark="own"))
@@ -64,7 +64,7 @@ def test_what_is_frozen_answers_alone(
     assert deployed.load(GPU, OLDER_ENVIRONMENT, problem()) is None
 
 
-def test_a_lock_file_lies_where_it_is_told_and_is_the_same_each_time(
+def test_a_lock_file_is_written_where_requested_and_is_reproducible(
     store: CacheStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for m in (2, 1):
@@ -146,7 +146,7 @@ def test_a_bad_record_in_a_lock_file_with_a_right_checksum_costs_itself(
     assert deployed.load(GPU, ENVIRONMENT, problem(m=good)) is not None
 
 
-def test_a_folder_that_cannot_be_looked_at_is_no_absent_one(
+def test_an_unreadable_folder_does_not_count_as_absent(
     store: CacheStore, monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ) -> None:
     store.save(GPU, ENVIRONMENT, record())
@@ -289,7 +289,7 @@ def test_export_into_a_device_or_nowhere_is_refused(
     assert len(capsys.readouterr().err.splitlines()) == 2
 
 
-def test_an_export_beyond_what_import_reads_is_refused(
+def test_an_export_larger_than_import_accepts_is_refused(
     store: CacheStore, file: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ) -> None:
     fill(store)
@@ -341,7 +341,7 @@ def test_import_keeps_newer_records_unless_forced(
     ("ahead", "kept"),
     [(timedelta(days=2), False), (timedelta(hours=2), True), (timedelta(0), True)],
 )
-def test_a_record_that_a_wrong_clock_made_is_no_newer_one(
+def test_a_record_made_by_a_wrong_clock_does_not_count_as_newer(
     ahead: timedelta, kept: bool, target: CacheStore, file: Path
 ) -> None:
     """It would win over every import until that day."""
@@ -362,7 +362,7 @@ def test_one_problem_on_two_gpus_and_in_two_environments_is_imported(
     assert len([*target.summaries()]) == 3
 
 
-def test_import_mends_a_damaged_record(target: CacheStore, file: Path) -> None:
+def test_import_replaces_a_damaged_record(target: CacheStore, file: Path) -> None:
     path = target.save(GPU, ENVIRONMENT, record(created="2030-01-01T00:00:00Z"))
     assert path is not None
     path.write_text("{")
@@ -386,7 +386,7 @@ def test_import_mends_a_damaged_record(target: CacheStore, file: Path) -> None:
     ],
     ids=str,
 )
-def test_a_file_with_what_is_no_record_is_refused_whole(
+def test_a_file_with_an_invalid_record_is_refused_entirely(
     target: CacheStore, file: Path, capsys: Captured, bad: Any
 ) -> None:
     write(file, item(record(problem(m=2))), bad)
@@ -436,7 +436,7 @@ def test_records_that_are_invalid_or_of_the_future_are_left_out(
     ],
     ids=["empty", "text", "object", "no checksum", "broken gzip", "gzip", "two members", "deep"],
 )
-def test_what_is_no_file_of_records_is_one_line_and_status_two(
+def test_an_invalid_file_of_records_gives_one_line_and_status_two(
     target: CacheStore, tmp_path: Path, capsys: Captured, content: bytes
 ) -> None:
     file = tmp_path / "file"
@@ -464,7 +464,7 @@ def test_a_truncated_file_is_refused_wherever_it_ends(
         assert not target.root.exists(), size
 
 
-def test_what_unpacks_to_too_much_is_refused_before_it_is_unpacked(
+def test_a_file_that_unpacks_to_too_much_is_refused_before_unpacking(
     target: CacheStore, tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(transport, "MAX_BYTES", 2**20)
@@ -502,7 +502,7 @@ def test_import_into_a_root_that_cannot_be_written_is_reported(
     assert str(root) in capsys.readouterr().err
 
 
-def test_what_cannot_be_read_this_time_is_not_replaced(
+def test_a_record_that_is_temporarily_unreadable_is_not_replaced(
     store: CacheStore, file: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ) -> None:
     """A record behind a passing error may be newer than the file's."""

@@ -121,7 +121,7 @@ def test_a_root_that_others_become_able_to_write_is_not_written_any_more(
     assert {path: path.stat().st_mtime_ns for path in store.root.rglob("*")} == before
 
 
-def test_a_root_that_is_shared_on_purpose_is_ones_own(
+def test_a_root_that_is_shared_on_purpose_counts_as_own(
     store: CacheStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store.save(GPU, ENVIRONMENT, record())

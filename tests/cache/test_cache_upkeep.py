@@ -274,5 +274,5 @@ def test_a_folder_is_swept_once_per_process(
     assert len(swept) == len(set(swept)) == 2
 
 
-def test_sweeping_an_absent_folder_is_no_fault(tmp_path: Path) -> None:
+def test_sweeping_an_absent_folder_is_not_a_fault(tmp_path: Path) -> None:
     assert leftovers(tmp_path / "absent") == []

@@ -221,7 +221,7 @@ def test_out_is_not_differentiable() -> None:
 
 
 @pytest.mark.parametrize("rows", [(6,), (2, 3)])
-def test_a_weights_gradient_lies_as_the_weight(rows: tuple[int, ...]) -> None:
+def test_a_weight_gradient_has_the_memory_layout_of_the_weight(rows: tuple[int, ...]) -> None:
     """Else autograd copies it, transposing, to where it is kept."""
     x = torch.randn(*rows, 8)
     weight, b = torch.randn(5, 8).requires_grad_(), torch.randn(8, 5).requires_grad_()
@@ -359,7 +359,7 @@ assert callable(tmm_core.explain)
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_what_the_dispatcher_of_torch_would_do_is_not_skipped() -> None:
+def test_torchs_dispatcher_is_not_skipped_where_it_is_needed() -> None:
     """Modes, tracers, autocast and transforms see the operator; plain calls need none."""
     from torch.overrides import TorchFunctionMode
     from torch.utils._python_dispatch import TorchDispatchMode

@@ -170,7 +170,7 @@ PROPER: dict[str, list[Any]] = {
 
 @pytest.mark.parametrize("question", PROPER)
 @pytest.mark.slow(quick=6)
-def test_no_answer_keeps_anybody_from_theirs(question: str) -> None:
+def test_an_invalid_answer_affects_no_other_kernel(question: str) -> None:
     for answer in ANYTHING:
         if any(type(answer) is type(each) and answer == each for each in PROPER[question]):
             continue
@@ -253,7 +253,7 @@ def test_nonsense_about_arithmetic_costs_its_kernel_alone(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("name", ["name", "version", "supports", "traits", "config_type"])
 @pytest.mark.parametrize("value", ["raises", "exits", "", None, 3])
-def test_what_names_a_kernel_is_asked_when_it_comes(name: str, value: Any) -> None:
+def test_attributes_that_identify_a_kernel_are_read_at_registration(name: str, value: Any) -> None:
     faults = {"raises": ZeroDivisionError("oh"), "exits": SystemExit(3)}
     attribute = property(raiser(faults[value])) if value in faults else value
 
@@ -310,7 +310,7 @@ def test_proper_answers_pass() -> None:
     assert (checked.fault, checked.compiles) == (None, False)
 
 
-def test_an_empty_search_space_is_no_fault() -> None:
+def test_an_empty_search_space_is_not_a_fault() -> None:
     """A generator's first of nothing is a StopIteration."""
 
     class Narrow(FakeKernel):
@@ -349,7 +349,9 @@ def test_a_bind_that_fails_names_the_kernel_and_the_line_of_its_author() -> None
 
 @pytest.mark.parametrize("error", [SystemExit(3), GeneratorExit()])
 @pytest.mark.parametrize("where", ["bind", "verified", "timed"])
-def test_what_would_end_the_process_costs_one_candidate(error: BaseException, where: str) -> None:
+def test_an_exception_that_would_end_the_process_costs_one_candidate(
+    error: BaseException, where: str
+) -> None:
     launches = itertools.count(1)
 
     class Leaves(FakeKernel):

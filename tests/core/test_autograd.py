@@ -421,7 +421,7 @@ def test_gradients_of_wide_outputs_and_biases() -> None:
 
 
 @pytest.mark.parametrize("transposed", [True, False])
-def test_a_gradient_lies_as_what_it_is_of(transposed: bool) -> None:
+def test_a_gradient_has_the_memory_layout_of_its_operand(transposed: bool) -> None:
     """Else autograd copies it, transposing, to where it is kept."""
 
     def operand(*shape: int) -> tuple[Tensor, Tensor]:
@@ -625,7 +625,9 @@ def test_a_derivative_errs_no_more_than_torchs(epilogue: str, passes: list[str])
 
 @pytest.mark.parametrize("learns", ["a", "b", "bias", "both"])
 @pytest.mark.parametrize("epilogue", ["silu", "geglu"])
-def test_what_is_not_wanted_is_not_computed(epilogue: str, learns: str, passes: list[str]) -> None:
+def test_gradients_that_nobody_needs_are_not_computed(
+    epilogue: str, learns: str, passes: list[str]
+) -> None:
     a, b, bias, _ = (t.detach() for t in rows(epilogue, torch.float32, 40))
     wanted = {"a": [a], "b": [b], "bias": [bias], "both": [a, b]}[learns]
     for t in wanted:
@@ -882,7 +884,7 @@ def test_a_pass_each_way_after_grouped_products(epilogue: Any, passes: list[str]
     assert len(passes) == 2
 
 
-def test_a_profile_shows_what_runs_without_it(passes: list[str]) -> None:
+def test_a_profile_shows_the_launches_of_an_unprofiled_call(passes: list[str]) -> None:
     """The same products, and the same passes after them: otherwise it would also tune others."""
     mlp, x = SwiGLU(8, 12), torch.randn(5, 8)
     a, b, *_ = rows("silu", torch.float32, 6, n=5)
@@ -901,7 +903,7 @@ def test_a_profile_shows_what_runs_without_it(passes: list[str]) -> None:
 
 @pytest.mark.parametrize("learns", [("x",), ("gate",), ("up",), ("x", "gate", "up")], ids=str)
 @pytest.mark.parametrize("bias", [False, True])
-def test_a_gated_mlp_learns_in_one_product(bias: bool, learns: Any, passes: list[str]) -> None:
+def test_a_gated_mlp_trains_with_one_product(bias: bool, learns: Any, passes: list[str]) -> None:
     mlp = SwiGLU(8, 12, bias=bias)
     x = torch.randn(2, 5, 8, requires_grad="x" in learns)
     mlp.gate_proj.requires_grad_("gate" in learns)

@@ -177,7 +177,7 @@ def briefly(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("briefly")
 @pytest.mark.filterwarnings("ignore:plugin 'fakes'. kernel wrong")
 @pytest.mark.slow
-def test_its_winners_are_those_of_the_foreground(tmp_path: Path) -> None:
+def test_its_winners_equal_those_of_foreground_tuning(tmp_path: Path) -> None:
     """Many problems are tuned. Most of their kernels differ by little, and some are wrong."""
     rng = random.Random(7)
     names = ["p", "q", "r"]
@@ -428,7 +428,7 @@ def test_the_record_of_another_process_ends_it(tmp_path: Path) -> None:
     assert not d.background
 
 
-def test_what_a_record_lacks_is_added_while_it_answers(tmp_path: Path) -> None:
+def test_a_record_answers_while_missing_kernels_are_added(tmp_path: Path) -> None:
     """A new plugin's kernel costs the others' answers nothing."""
     old, _ = dispatcher(FakeBlas(), FakeKernel("fast"), times=FAST, root=tmp_path)
     old.choose(problem(), settings())

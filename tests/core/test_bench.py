@@ -64,7 +64,7 @@ def test_a_case_survives_json() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "4", "4x4", "4x4x4x4x4", "4x4x", "4x4x4.0", "axbxc", "²x2x2"])
-def test_a_shape_that_is_none_is_refused(text: str) -> None:
+def test_an_invalid_shape_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="MxNxK or BxMxNxK"):
         parse_shape(text)
 
@@ -81,7 +81,7 @@ def test_expressions_take_bias_and_residual_off_the_ends() -> None:
     assert parsed("") == (False, "", False)
 
 
-def test_the_suites_are_every_combination_of_what_the_file_says() -> None:
+def test_the_suites_are_all_combinations_of_the_files_entries() -> None:
     square = suites.select(["square"])
     assert len(square) == 62
     assert {task.case.dtype for task in square} == {torch.half, torch.bfloat16}
@@ -118,7 +118,7 @@ def test_suites_are_narrowed_by_dtype_and_limit() -> None:
         ["no", "suite"],
     ],
 )
-def test_a_suite_that_is_none_is_refused(suite: Any) -> None:
+def test_an_invalid_suite_is_refused(suite: Any) -> None:
     with pytest.raises(ValueError):
         suites.read({"mine": suite})
 
@@ -138,7 +138,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_eager_code_computes_what_tmm_does(case: Case) -> None:
+def test_eager_code_computes_the_same_as_tmm(case: Case) -> None:
     call = case.call(CPU)
     problem, inputs = call.problem(), call.inputs()
     expected = compare.expected(problem, inputs).numbers
@@ -207,7 +207,7 @@ def test_a_problem_is_tuned_verified_and_compared(monkeypatch: pytest.MonkeyPatc
     assert json.loads(json.dumps(document)) == document
 
 
-def test_without_tuning_the_choice_is_what_a_call_would_get(
+def test_without_tuning_the_choice_equals_a_calls_choice(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     register(FakeKernel("fake.other"))
@@ -298,7 +298,7 @@ def test_no_problem_is_begun_past_the_deadline(monkeypatch: pytest.MonkeyPatch) 
     assert measure(monkeypatch, task(), times=(1, 1, 1), deadline=past) == []
 
 
-def test_the_last_problem_tunes_in_what_time_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_last_problem_tunes_in_the_remaining_time(monkeypatch: pytest.MonkeyPatch) -> None:
     budgets = []
     real = tmm_core.tune
 
@@ -471,7 +471,7 @@ def test_a_last_line_may_end_within_a_character(tmp_path: Path) -> None:
     ["[]", "poem", "[" * 100_000, '{"kind": "poem"}', '"{', "\x00"],
     ids=["list", "prose", "deep", "of another kind", "text", "binary"],
 )
-def test_a_single_line_that_is_no_result_is_refused(
+def test_a_single_line_that_is_not_a_result_is_refused(
     text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Such a line is not the torn last line of a killed run."""
@@ -494,7 +494,7 @@ def test_nothing_to_show_is_reported(
     assert capsys.readouterr().err == f"tmm: no results in {path}\n"
 
 
-def test_a_line_that_is_no_result_is_refused_by_its_place(tmp_path: Path) -> None:
+def test_a_line_that_is_not_a_result_is_refused_with_its_number(tmp_path: Path) -> None:
     file = tmp_path / "some.jsonl"
     file.write_text(json.dumps(document(64, 1.0)) + '\n{"kind": "poem"}\n')
     with pytest.raises(ValueError, match=r"some\.jsonl:2: not a result"):
@@ -567,7 +567,7 @@ def test_host_measures_torch_and_tmm(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- the command -------------------------------------------------------------------------
 
 
-def test_bench_writes_what_it_shows_and_resumes(
+def test_bench_writes_the_results_that_it_shows_and_resumes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "results"
@@ -606,7 +606,7 @@ def test_bench_ends_cleanly_when_its_time_is_over(capsys: pytest.CaptureFixture[
     assert "--max-seconds 1e-09 are over: 0 of 92 problems measured" in notes
 
 
-def test_bench_is_interrupted_with_what_it_has(
+def test_an_interrupted_bench_reports_its_results_so_far(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     real = providers.eager

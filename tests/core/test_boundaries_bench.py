@@ -79,7 +79,7 @@ def measured(
     return timer, document
 
 
-def test_the_choice_is_held_against_the_fastest_of_those_on_record(
+def test_the_choice_is_compared_with_the_fastest_candidates_on_record(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     register(FakeKernel("fake.a", tiles=range(1, 10)))
@@ -287,13 +287,13 @@ def test_calls_of_groups_are_launched_with_a_bias_for_each_or_with_none() -> Non
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_operands_lie_as_the_layout_says(layout: str) -> None:
+def test_operands_have_the_strides_of_the_layout(layout: str) -> None:
     call = Case(m=4, n=6, k=8, layout=layout).call(CPU)
     assert [t.is_contiguous() for t in (call.a, call.b)] == [x == "n" for x in layout]
     assert {a + b for a in "nt" for b in "nt"} == set(LAYOUTS)
 
 
-def test_sizes_of_groups_are_skewed_and_even_in_turn_by_default() -> None:
+def test_sizes_of_groups_are_alternately_skewed_and_even_by_default() -> None:
     assert Case(m=1, n=1, k=1, groups=2).routing == "both"
 
 
@@ -301,7 +301,7 @@ def grouped(**fields: Any) -> Any:
     return Case(m=24, n=16, k=16, dtype=torch.bfloat16, groups=3, **fields).call(CPU)
 
 
-def test_groups_by_torch_have_the_dtype_asked_for() -> None:
+def test_groups_by_torch_have_the_requested_dtype() -> None:
     for out_dtype in (None, torch.float32):
         call = grouped(out_dtype=out_dtype, bias=True, epilogue="silu")
         y = grouped_baselines._on([call], lambda call: call.a @ call.b[0])(0)
@@ -428,7 +428,7 @@ def searched(
         return exhaustive.search(problem(), record, CPU)
 
 
-def test_a_search_finds_what_the_tuning_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_search_finds_a_candidate_that_the_tuning_missed(monkeypatch: pytest.MonkeyPatch) -> None:
     use = {BLAS: 10.0, ONE: 9.0, TWO: 8.0}
     assert searched(monkeypatch, use, {BLAS: 10.0, TWO: 10.0}) == {
         "chosen": ONE, "best": TWO, "step": "proposed, but not tried", "regret": 9 / 8,
@@ -552,7 +552,7 @@ def test_without_records_kernels_are_compiled_into_an_empty_folder(
     assert not root.exists()
 
 
-def test_rivals_are_the_fastest_on_record_besides_the_choice() -> None:
+def test_rivals_are_the_fastest_other_candidates_on_record() -> None:
     results = [
         candidate(3.0), candidate(1.0, config={"tile": 2}), candidate(2.0, kernel="other"),
         *(candidate(4.0 + i, kernel=f"k{i}") for i in range(5)),
@@ -639,7 +639,7 @@ def test_a_gpus_memory_is_given_back_and_a_cpu_has_none(monkeypatch: pytest.Monk
     assert done == ["emptied", "run 0", "waited"]
 
 
-def test_a_compiler_competes_where_there_are_no_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inductor_is_timed_unless_the_problem_is_grouped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner.providers, "inductor", lambda calls: lambda copy: None)
     groups: list[Any] = []
     eager = lambda calls: groups.append(calls) or (lambda copy: None)  # noqa: E731
@@ -697,12 +697,12 @@ def test_a_call_is_warm_before_it_is_timed(monkeypatch: pytest.MonkeyPatch) -> N
     assert len(calls) == 10 + 2 * 3
 
 
-def test_random_problems_are_those_of_earlier_results() -> None:
+def test_random_problems_equal_the_problems_of_earlier_results() -> None:
     found = [(task.case.m, task.case.n, task.case.k) for task in suites.random_problems(3)]
     assert found == [(2016, 27648, 5120), (10, 1280, 8192), (38, 5120, 5120)]
 
 
-def test_calls_with_a_result_to_write_make_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_with_out_allocate_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
     into: set[str] = set()
     results: dict[str, torch.Tensor] = {}
 
@@ -785,7 +785,7 @@ def test_operands_that_torch_takes_are_not_padded(
 @pytest.mark.parametrize(
     ("script", "found"), [("echo ' x '", "x"), ("echo x; exit 3", None), ("true", "")]
 )
-def test_what_a_command_prints_counts_if_it_succeeds(script: str, found: str | None) -> None:
+def test_the_output_of_a_command_counts_if_it_succeeds(script: str, found: str | None) -> None:
     assert provenance._output(["sh", "-c", script]) == found
     assert provenance._output(["/no/such/command", script]) is None
 
@@ -905,7 +905,7 @@ def test_an_installed_package_has_no_commit(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("budget", [None, 7.0])
-def test_a_budget_is_what_is_given_or_set_and_ends_with_the_run(
+def test_a_budget_is_given_or_set_and_ends_with_the_run(
     monkeypatch: pytest.MonkeyPatch, budget: float | None
 ) -> None:
     monkeypatch.setattr(runner.time, "monotonic", lambda: 100.0)

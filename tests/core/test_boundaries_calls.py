@@ -98,7 +98,7 @@ class Sharded(Tensor):
         ({"a": torch.empty(2, 2)}, None, False),
     ],
 )
-def test_plain_products_of_shards_are_computed_where_they_lie(
+def test_plain_products_of_shards_are_computed_in_place(
     monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], epilogue: Any, in_place: bool
 ) -> None:
     calls: list[Any] = []
@@ -240,7 +240,7 @@ def test_a_layer_of_experts_takes_every_argument_of_a_grouped_product() -> None:
 
 
 @pytest.mark.parametrize("function", ["plan", "problem"])
-def test_a_number_is_asked_for_in_the_name_of_the_function(function: str) -> None:
+def test_an_error_about_alpha_names_the_function(function: str) -> None:
     a, b = operands((4, 8), (8, 6))
     with pytest.raises(TypeError, match=rf"^{function}\(\): argument 'alpha' must be "):
         getattr(tmm_core, function)(a, b, alpha="1")
@@ -414,7 +414,7 @@ def test_a_module_is_itself_or_a_stand_in(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize("lacking", ["_ExcludeDispatchKeyGuard", "DispatchKeySet", "AutocastCPU"])
-def test_autocast_is_left_with_what_torch_has(
+def test_autocast_is_turned_off_by_the_functions_that_torch_has(
     monkeypatch: pytest.MonkeyPatch, lacking: str
 ) -> None:
     real = compat.private

@@ -76,7 +76,7 @@ def test_a_bucket_of_two_large_tiles_is_measured_at_two_m_and_a_wider_one_at_fou
     assert len(probes(2560)) == 4  # 512
 
 
-def test_a_record_that_is_no_edge_is_measured_at_its_own_m_alone() -> None:
+def test_a_record_off_the_edge_is_measured_only_at_its_own_m() -> None:
     assert inside(problem(m=64)) == (33, 49)
     assert inside(problem(m=63)) == inside(problem(m=65)) == ()
 
@@ -187,7 +187,7 @@ def test_early_rounds_are_scaled_to_the_last() -> None:
     assert _us_of_last_round(fastest, fastest) == 6.0
 
 
-def test_explaining_compiles_nothing_ahead_and_knows_what_was_chosen(tmp_path: Path) -> None:
+def test_explaining_compiles_nothing_ahead_and_knows_earlier_choices(tmp_path: Path) -> None:
     kernel = Summing("k", {1: "one", 2: "two"}, estimate=1.0)
     d, _ = dispatcher(FakeBlas(estimate=9.0), kernel, root=tmp_path)
     tuner = d.tuner = Preparing()  # type: ignore[assignment]
@@ -209,7 +209,9 @@ def test_explaining_compiles_nothing_ahead_and_knows_what_was_chosen(tmp_path: P
         ("heuristic", None, ""),
     ],
 )  # fmt: skip
-def test_what_a_call_would_do(mode: Any, action: str | None, end: str, tmp_path: Path) -> None:
+def test_a_dry_run_tells_what_a_call_would_do(
+    mode: Any, action: str | None, end: str, tmp_path: Path
+) -> None:
     d, _ = dispatcher(FakeBlas(), FakeKernel("fast"), root=tmp_path)
     choice, miss = dry_run(d, problem(), settings(on_cache_miss=mode, tune_budget=7.0))
     assert choice.candidate.kernel.name == "blas"
@@ -233,7 +235,7 @@ def test_sizes_that_fill_the_last_tile_alike(extent: int, config: Any, found: st
 
 
 @pytest.mark.slow
-def test_what_force_measures_replaces_what_was_pinned(tmp_path: Path) -> None:
+def test_measurements_by_force_replace_the_pinned_choice(tmp_path: Path) -> None:
     d, _ = dispatcher(FakeBlas(), Summing("k", {1: "one", 2: "two"}), root=tmp_path)
     timed_by_m(d, {("blas", 1): 10.0, ("k", 1): 5.0, ("k", 2): 6.0})
     assert chosen(d, 16) == ("k", 1, "one")
@@ -244,7 +246,7 @@ def test_what_force_measures_replaces_what_was_pinned(tmp_path: Path) -> None:
     assert chosen(d, 16) == ("k", 2, "two")
 
 
-def test_what_a_capture_was_given_is_measured_after_it(tmp_path: Path) -> None:
+def test_the_choice_of_a_capture_is_measured_after_it(tmp_path: Path) -> None:
     """The reduction order stays, since the graph keeps its bits; the config may change."""
     kernel = Summing("k", {1: "one", 2: "one"}, estimate=1.0)
     d, _ = dispatcher(FakeBlas(), kernel, root=tmp_path)
@@ -333,7 +335,7 @@ def test_a_problem_of_no_size_has_neighbours(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("estimate", "name"), [(9.0, "blas"), (8.9, "fast")])
-def test_a_guess_has_to_be_a_tenth_faster_than_blas(
+def test_an_untuned_choice_has_to_be_a_tenth_faster_than_blas(
     estimate: float, name: str, tmp_path: Path
 ) -> None:
     blas, fast = FakeBlas(estimate=10.0), FakeKernel("fast", estimate=estimate)
@@ -356,7 +358,7 @@ def test_where_blas_cannot_serve_the_least_estimate_answers(tmp_path: Path) -> N
 # -- chains of calls ----------------------------------------------------------------------
 
 
-def test_what_rotates_is_what_a_model_reads_anew() -> None:
+def test_operands_that_a_model_reads_from_memory_rotate() -> None:
     weight_alone, both = ("b",), ("a", "b")
     layer = problem(m=64, n=4096, k=4096, device=GPU)
     assert cold_operands.rotating(layer) == weight_alone
@@ -386,7 +388,7 @@ def test_a_chain_has_two_calls_unless_memory_has_room_for_one_alone() -> None:
     assert cold_operands.copies(small) == cold_operands.MOST_COPIES
 
 
-def test_groups_are_drawn_in_turn_unless_their_results_fill_the_memory(
+def test_samples_of_group_sizes_alternate_unless_results_fill_the_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     grouped = problem(m=8, n=4, k=4, device=GPU, groups=Groups(2, "m"))
@@ -440,7 +442,7 @@ def test_samples_are_disturbed_from_two_on_where_the_quartiles_are_far_apart() -
     assert timing.is_disturbed([10.0, 10.0, 14.0, 14.1, 14.1])
 
 
-def test_what_a_round_did_to_all_is_taken_out_and_the_usual_pace_stays() -> None:
+def test_changes_common_to_a_round_are_removed_and_the_usual_pace_stays() -> None:
     """Two of five rounds have a slow clock: the medians are those of the other three."""
     pace = [1.0, 1.0, 1.5, 1.0, 1.5]
     first, second = timing.normalised([[10 * p for p in pace], [20 * p for p in pace]])
@@ -470,7 +472,7 @@ def test_of_two_ways_of_blas_the_faster_in_steady_state_is_the_bar() -> None:
     assert decide([*ways, steady("k", 90.0, 101.0)]) == 2
 
 
-def test_of_those_close_in_bursts_alone_steady_state_decides() -> None:
+def test_steady_state_decides_among_candidates_that_are_close_in_bursts() -> None:
     blas = result("blas", 100.0, steady_us=100.0)
     far = result("far", 55.0, steady_us=40.0)
     best = result("best", 50.0, steady_us=50.0)
@@ -686,7 +688,7 @@ def test_several_ranks_do_not_tune_in_the_background(
         ("heuristic", {"capturing": True}, True), ("heuristic", {"deterministic": True}, False),
     ],
 )  # fmt: skip
-def test_what_a_later_tuning_is_to_measure_is_noted(
+def test_problems_for_a_later_tuning_are_noted(
     mode: Any, fields: dict[str, bool], noted: bool, tmp_path: Path
 ) -> None:
     """In the mode ``heuristic`` only captures are noted, since their graphs may stay in use."""
@@ -826,7 +828,7 @@ def test_a_choice_says_where_its_record_is(tmp_path: Path) -> None:
         (True, "kernel 'odd' of plugin 'fakes' is set aside: config_type .*not today"),
     ],
 )
-def test_a_kernel_that_cannot_be_used_is_reported_once_by_what_it_did(
+def test_an_unusable_kernel_is_reported_once_with_its_fault(
     raises: bool, fault: str, tmp_path: Path
 ) -> None:
     class Wild(FakeConfig):
@@ -847,7 +849,7 @@ def test_a_kernel_that_cannot_be_used_is_reported_once_by_what_it_did(
 
 
 @pytest.mark.parametrize("what", ["quarantine", "adopt", "tune", "try again"])
-def test_what_changes_the_choices_forgets_all_of_them(what: str, tmp_path: Path) -> None:
+def test_a_change_that_affects_choices_forgets_all_of_them(what: str, tmp_path: Path) -> None:
     d, _ = dispatcher(
         FakeBlas(), FakeKernel("fast"), times={"fast": 5.0, "blas": 9.0}, root=tmp_path
     )
@@ -1037,7 +1039,7 @@ def test_an_adopted_record_answers_although_the_disk_refuses_it(
     assert list(CacheStore(tmp_path).summaries()) == []
 
 
-def test_what_another_thread_stored_meanwhile_answers(tmp_path: Path) -> None:
+def test_a_record_that_another_thread_stored_meanwhile_answers(tmp_path: Path) -> None:
     d, timer = dispatcher(FakeBlas(), FakeKernel("fast"), root=tmp_path)
     record = recorded(problem(), result("fast", 5.0), result("blas", 9.0))
 
@@ -1052,7 +1054,9 @@ def test_what_another_thread_stored_meanwhile_answers(tmp_path: Path) -> None:
     assert timer.measured == []
 
 
-def test_what_another_process_stored_meanwhile_is_not_measured_again(tmp_path: Path) -> None:
+def test_a_problem_that_another_process_stored_meanwhile_is_not_measured_again(
+    tmp_path: Path,
+) -> None:
     d, timer = dispatcher(FakeBlas(), FakeKernel("fast"), root=tmp_path)
     record = recorded(problem(), result("blas", 9.0), result("fast", 5.0))
     d.store.save(DEVICE.gpu, DEVICE.environment, record)
@@ -1081,7 +1085,7 @@ class Preparing:
 
 @pytest.mark.parametrize("interpreted", [False, True])
 @pytest.mark.parametrize("stored", [False, True])
-def test_what_is_compiled_ahead(interpreted: bool, stored: bool, tmp_path: Path) -> None:
+def test_which_kernels_are_compiled_ahead(interpreted: bool, stored: bool, tmp_path: Path) -> None:
     d, _ = dispatcher(FakeBlas(), FakeKernel("fast"), root=tmp_path)
     device = replace(DEVICE, interpreted=interpreted)
     instance, idle = problem(device=device), interpreted or stored
@@ -1138,7 +1142,7 @@ def test_a_preload_lists_records_and_runs_blas_on_the_current_gpu(
         ("tuned", 64, None, 5.0, 0.0), ("tuned", 64, 9.0, None, 0.0),
     ],
 )  # fmt: skip
-def test_what_a_choice_saves(
+def test_the_time_that_a_choice_saves(
     origin: Any, extent: int, blas: float | None, own: float | None, saved: float, tmp_path: Path
 ) -> None:
     """The saving is from the record's times at the nearest M, or else from estimates."""
@@ -1253,7 +1257,7 @@ def test_how_a_tuning_in_the_background_ended_is_remembered(error: Exception | N
     assert task.is_done()
 
 
-def test_there_is_no_race_without_a_record(tmp_path: Path) -> None:
+def test_without_a_record_no_candidates_race(tmp_path: Path) -> None:
     d, _ = dispatcher(FakeBlas(), root=tmp_path)
     instance = problem(m=50)
     query = deferring.Query(instance, instance.at(64), settings(), [], 0.0)
@@ -1444,7 +1448,7 @@ def test_blas_that_a_record_names_is_chosen_for_no_other_reason(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("estimate", [None, 5.0])
-def test_where_blas_declines_an_interim_answer_is_a_guess(estimate: float | None) -> None:
+def test_where_blas_declines_an_interim_answer_is_an_untuned_choice(estimate: float | None) -> None:
     blas = FakeBlas()
     blas.supports = Supports(devices=("cpu",), operands=())  # type: ignore[misc]
     d, _ = dispatcher(blas, FakeKernel("fast", estimate=estimate))
@@ -1478,7 +1482,7 @@ def test_a_choice_without_a_record_is_made_once_for_its_bucket(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("lasting", [True, False])
-def test_what_is_tuned_is_a_neighbour_at_once(
+def test_a_tuned_problem_is_a_neighbour_at_once(
     lasting: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The record is stored for other processes, unless its epilogue exists in this one alone."""
@@ -1565,7 +1569,7 @@ def test_kernels_that_are_not_used_say_why() -> None:
     }  # fmt: skip
 
 
-def test_what_a_tuning_would_time(tmp_path: Path) -> None:
+def test_which_kernels_a_tuning_would_time(tmp_path: Path) -> None:
     """A kernel that this machine could not try is not timed again, unless no record exists."""
     d, _ = dispatcher(FakeBlas(), FakeKernel("left"), FakeKernel("new"), root=tmp_path)
     instance = problem()
@@ -1657,7 +1661,7 @@ def test_a_tuning_starts_from_the_best_three_of_the_three_nearest(
         (("fast", 1), {1: 20.0, 2: 21.0}, True, None),
     ],
 )  # fmt: skip
-def test_what_answers_inside_a_bucket(
+def test_which_kernel_answers_inside_a_bucket(
     chosen: tuple[str, int], timed: dict[int, float], declines: bool,
     answer: tuple[str, int] | None, tmp_path: Path,
 ) -> None:  # fmt: skip
@@ -1740,7 +1744,7 @@ def test_a_config_of_an_arithmetic_is_chosen_once_for_each_m(tmp_path: Path) -> 
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("invariant_mode", [None, False, True])
-def test_what_answers_at_a_first_use(
+def test_which_kernel_answers_at_a_first_use(
     verdict: Verdict | None, capturing: bool, origin: Any, declines: bool, answer: str,
     invariant_mode: bool | None, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
@@ -1853,7 +1857,7 @@ def test_an_explanation_hangs_by_its_names(tmp_path: Path) -> None:
     assert all(line[9] == " " != line[10] for line in lines)
 
 
-def test_a_call_does_not_measure_what_this_machine_cannot_try(tmp_path: Path) -> None:
+def test_a_call_does_not_measure_kernels_that_this_machine_cannot_try(tmp_path: Path) -> None:
     d, timer = dispatcher(
         FakeBlas(), FakeKernel("left", traits=Traits(batch_invariant=True)), root=tmp_path
     )
@@ -1930,7 +1934,7 @@ def test_a_record_of_the_exact_size_answers_although_it_lacks_a_kernel(tmp_path:
     assert {*timer.measured} == {"blas", "old", "new"}
 
 
-def test_a_record_whose_kernels_name_no_arithmetic_is_no_rung() -> None:
+def test_a_record_whose_kernels_name_no_arithmetic_is_not_a_rung() -> None:
     kernel = Summing("k", {1: "one", 2: None})
     d, _ = dispatcher(FakeBlas(), kernel)
     rung = weight_problem(64)

@@ -252,7 +252,9 @@ def method_as_a_gate(self: Any, x: Tensor) -> Tensor:
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
-def test_a_method_of_a_tensor_is_no_child_of_the_same_name(forward: Any, fused: list[str]) -> None:
+def test_a_tensor_method_is_not_taken_for_a_child_of_the_same_name(
+    forward: Any, fused: list[str]
+) -> None:
     model = type("Model", (Named,), {"forward": forward})()
     right = model(X)
     report = convert(model)
@@ -463,7 +465,7 @@ class WithinTracing(nn.GELU):
 
 
 @pytest.mark.parametrize("kind", [TwiceOnCall, PlusOneOnCall, WithinTorch, WithinTracing])
-def test_a_class_whose_call_does_more_than_its_forward_is_no_activation(kind: Any) -> None:
+def test_a_class_whose_call_does_more_than_its_forward_is_not_an_activation(kind: Any) -> None:
     assert activation.recognise(kind()) is None
     for model in (nn.Sequential(nn.Linear(8, 8), kind(), nn.Linear(8, 8)), module(straight)):
         if not isinstance(model, nn.Sequential):
@@ -515,7 +517,7 @@ class HasProperty(Two):
         (HasProperty, "its class has an attribute down, which hides the child"),
     ],
 )
-def test_a_class_that_decides_what_its_attributes_are_is_not_fused(kind: Any, reason: str) -> None:
+def test_a_class_that_computes_its_attributes_is_not_fused(kind: Any, reason: str) -> None:
     model = kind()
     report = convert(model)
     assert {each.reason for each in report.not_fused} == {reason}
@@ -538,7 +540,7 @@ def product_unused(self: Any, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("forward", [sum_of_gate_and_up, product_of_three, product_unused])
-def test_forwards_that_are_no_gated_mlp(forward: Any) -> None:
+def test_forwards_that_are_not_gated_mlps(forward: Any) -> None:
     kinds = sorted(change.kind for change in convert(module(forward)).changes)
     assert kinds == ["epilogue", "linear", "linear"]
 
@@ -657,7 +659,7 @@ def test_a_stack_of_layers_is_a_line(paths: list[str], lines: list[str]) -> None
     assert _folded([(path, "t") for path in paths]) == lines
 
 
-def test_a_second_undo_leaves_what_was_set_since() -> None:
+def test_a_second_undo_keeps_later_changes() -> None:
     model = nn.Sequential(SwiGLU(8, 16))
     report = convert(model, static_weights=True)
     assert [layer.static_weights for layer in (model[0], model[0].down_proj)] == [True, True]
@@ -668,7 +670,7 @@ def test_a_second_undo_leaves_what_was_set_since() -> None:
     assert model[0].static_weights
 
 
-def test_what_is_converted_already_is_not_reported_again() -> None:
+def test_converted_modules_are_not_reported_again() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.SiLU(), Mlp(nn.SiLU()))
     first = convert(model)
     assert len(first.notes) == 1
@@ -711,7 +713,7 @@ def test_a_models_own_way_into_a_pickle_is_kept() -> None:
         assert made.layer.in_features == 6
 
 
-def test_an_activation_beside_no_layer_is_nobodys_to_fuse() -> None:
+def test_an_activation_that_follows_no_layer_is_not_reported() -> None:
     model = nn.Sequential(nn.ELU(), nn.Sequential(nn.SiLU()), nn.Linear(8, 8))
     report = convert(model)
     assert [change.kind for change in report.changes] == ["linear"]
@@ -765,7 +767,7 @@ def test_every_layer_computes_under_static_weights_where_it_is_set(
     assert not settings.current().static_weights
 
 
-def test_undo_leaves_what_somebody_else_changed_since() -> None:
+def test_undo_keeps_later_changes_by_other_code() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     report = convert(model)
 
@@ -874,7 +876,7 @@ def test_modules_of_torch_that_multiply_themselves(made: nn.Module, reached: boo
     assert products(made) is None  # torch's own code computes it
 
 
-def test_a_forward_of_ones_own_is_reached() -> None:
+def test_a_users_own_forward_is_called() -> None:
     class Attention(nn.MultiheadAttention):
         def forward(self, *args: Any, **kwargs: Any) -> Any:
             return super().forward(*args, **kwargs)
@@ -918,7 +920,7 @@ def test_the_passes_compute_an_epilogue_and_its_derivative(text: str, width: int
         torch.testing.assert_close(found.double(), right, rtol=1e-5, atol=1e-5)
 
 
-def test_a_gradient_has_any_strides_and_promises_only_what_they_keep() -> None:
+def test_a_gradient_of_any_strides_promises_only_its_own_alignment() -> None:
     """A kernel may load 16 elements at once only if strides and addresses keep them aligned."""
     pytest.importorskip("triton")
     from tmm_core.triton.pointwise import Pointwise

@@ -68,7 +68,7 @@ def filled(
         ("a", torch.int64, {"whole": True}, -(2.0**63), 2.0**62),
     ],
 )  # fmt: skip
-def test_numbers_lie_in_the_whole_range_of_their_recipe(
+def test_numbers_fill_the_range_of_their_recipe(
     name: str, dtype: torch.dtype, values: dict[str, Any], least: float, most: float
 ) -> None:
     t = filled(name, dtype, **values).double()
@@ -591,7 +591,7 @@ def test_launches_are_in_the_modes_of_calls() -> None:
 @pytest.mark.parametrize(
     ("seconds", "count"), [(1.0, 2), (0.001, 2), (0.0005, 4), (0.0001, 20), (1e-5, 32)]
 )
-def test_two_threads_launch_what_a_gpu_completes_in_4_ms(
+def test_two_threads_make_the_launches_that_a_gpu_completes_in_4_ms(
     monkeypatch: pytest.MonkeyPatch, seconds: float, count: int
 ) -> None:
     """The time of one launch, from an idle GPU, determines how many both threads make."""

@@ -103,7 +103,7 @@ def products(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
         (Plain(), kernel_layers.GatedMLP, []),
     ],
 )
-def test_a_layer_computes_what_the_module_does(
+def test_a_layer_computes_the_same_as_the_module(
     products: list[str | None],
     module: nn.Module,
     layer: type[nn.Module],
@@ -215,7 +215,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return used
 
 
-def test_modules_of_named_classes_are_kernelized_and_those_of_subclasses_are_not(
+def test_modules_of_named_classes_are_kernelized_and_subclasses_are_not(
     kernels: dict[str, Any],
 ) -> None:
     model = nn.Sequential(nn.Linear(8, 8), Doubled(8, 8), Turned(8, 8), DoubledTurned(8, 8))
@@ -249,7 +249,7 @@ def test_restoring_leaves_a_forward_that_others_gave() -> None:
     assert model[1].forward is theirs
 
 
-def test_versions_without_experts_of_8_bit_floats_have_none(
+def test_versions_without_8_bit_experts_register_none(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, transformers._FP8, None)  # type: ignore[arg-type]
@@ -325,7 +325,7 @@ def model_of_experts(implementation: str) -> nn.Module:
     return model
 
 
-def test_experts_are_loaded_in_mxfp4_where_a_model_asks_for_it(quantizer: Any) -> None:
+def test_experts_are_loaded_in_mxfp4_where_a_model_requests_it(quantizer: Any) -> None:
     before = {name: getattr(quantizer, name) for name in mxfp4_loading._METHODS}
     mxfp4_loading.install("tmm")
     first = {name: getattr(quantizer, name) for name in mxfp4_loading._METHODS}

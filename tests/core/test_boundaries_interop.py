@@ -142,7 +142,7 @@ def test_a_real_term_of_a_complex_product_has_a_real_gradient() -> None:
     )  # fmt: skip
 
 
-def test_a_result_that_is_learned_through_has_the_dtype_of_one_that_is_not() -> None:
+def test_a_differentiated_result_has_the_same_dtype() -> None:
     """The residual has another dtype; each epilogue is tried."""
     a, b = torch.randn(4, 8, dtype=BF16), torch.randn(8, 6, dtype=BF16)
     residual = torch.randn(4, 6)
@@ -154,7 +154,7 @@ def test_a_result_that_is_learned_through_has_the_dtype_of_one_that_is_not() -> 
         torch.testing.assert_close(plain, learned.detach(), rtol=2e-2, atol=2e-2)
 
 
-def test_an_empty_product_is_learned_through() -> None:
+def test_an_empty_product_is_differentiable() -> None:
     for n in (0, 3):
         a, b = double(4, 5, requires_grad=True), double(5, n, requires_grad=True)
         same_gradients(
@@ -361,7 +361,7 @@ def test_the_gradient_of_a_bias_of_groups_is_summed_in_fp32(along: str) -> None:
 
 @pytest.mark.usefixtures("by_blas")
 @pytest.mark.parametrize("epilogue", [None, "silu"])
-def test_weights_of_rows_of_no_group_learn_nothing(epilogue: str | None) -> None:
+def test_weights_of_rows_outside_all_groups_get_zero_gradients(epilogue: str | None) -> None:
     """The memory of rows that no kernel writes may hold NaN."""
     torch.full((4096,), torch.nan)
     a, b = double(12, 5), double(3, 5, 4)
@@ -377,7 +377,7 @@ def test_weights_of_rows_of_no_group_learn_nothing(epilogue: str | None) -> None
 
 
 @pytest.mark.usefixtures("by_blas")
-def test_residuals_of_rows_of_no_group_learn_nothing() -> None:
+def test_residuals_of_rows_outside_all_groups_get_zero_gradients() -> None:
     a, b, residual = double(12, 5), double(3, 5, 4), double(12, 4, requires_grad=True)
     y = tmm_core.grouped_matmul(a, b, offs=OFFS, residual=residual)
     (grad,) = torch.autograd.grad(y.sum(), residual)
@@ -435,7 +435,7 @@ PEAK = Port("peak", "row", FP16, "max", of=torch.abs)
 PEAKED = Epilogue("peaked", torch.relu, linear=False, outputs=(PEAK,))
 
 
-def test_outputs_beside_a_result_that_is_learned_through() -> None:
+def test_auxiliary_outputs_of_a_differentiated_call() -> None:
     a, b = torch.randn(4, 8), torch.randn(8, 6)
     for alpha in (1.0, -2.0):
         y, peak = tmm_core.matmul(a, b, alpha=alpha, epilogue=PEAKED)  # type: ignore[misc]
@@ -607,7 +607,7 @@ def test_autocast_leaves_fp64_and_8_bits_as_they_are() -> None:
     torch.testing.assert_close(of_eight.double(), expected, rtol=1e-6, atol=1e-6)
 
 
-def test_a_bias_of_the_products_own_shape_is_no_vector() -> None:
+def test_a_bias_of_the_products_shape_is_not_a_vector() -> None:
     a, b = torch.randn(4, 8), torch.randn(8, 6)
     for shape, other in (((6,), False), ((1, 6), True), ((4, 6), True), ((5,), True)):
         assert needs_fallback(a, b, torch.ones(shape), None) is other
@@ -633,7 +633,7 @@ def test_a_bias_of_one_row_is_a_vector() -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_a_result_without_values_has_the_dtype_that_is_asked(device: str) -> None:
+def test_a_result_without_values_has_the_requested_dtype(device: str) -> None:
     a, b = (torch.zeros(shape, dtype=BF16, device=device) for shape in ((4, 8), (8, 6)))
     for dtype in (None, BF16, FP32):
         with nullcontext() if device == "meta" else FakeTensorMode(allow_non_fake_inputs=True):
@@ -641,7 +641,7 @@ def test_a_result_without_values_has_the_dtype_that_is_asked(device: str) -> Non
         assert (y.dtype, tuple(y.shape)) == (dtype or BF16, (4, 6))
 
 
-def test_a_bias_of_several_rows_beside_everything_else() -> None:
+def test_a_bias_of_several_rows_with_all_other_terms() -> None:
     a, b = torch.randn(4, 8), torch.randn(8, 6)
     column, residual = torch.randn(4, 1), torch.randn(4, 6)
     z = -2.0 * (a @ b) + column
@@ -756,7 +756,7 @@ def test_summands_are_biases_or_residuals() -> None:
 
 
 @pytest.mark.parametrize(("dtype", "unit"), [(BF16, 8), (FP32, 4), (torch.int8, 16)])
-def test_strides_that_torch_asks_of_groups(dtype: torch.dtype, unit: int) -> None:
+def test_strides_that_torch_requires_of_groups(dtype: torch.dtype, unit: int) -> None:
     def able(rows: int, cols: int, down: int, along: int, offset: int = 0) -> bool:
         room = offset + (rows - 1) * down + (cols - 1) * along + 1
         t = torch.zeros(room, dtype=dtype).as_strided((rows, cols), (down, along), offset)
@@ -799,7 +799,7 @@ def test_a_column_major_matrix_has_columns_of_neighbours() -> None:
     assert not autograd_state.is_column_major(torch.empty(3))
 
 
-def test_what_is_recorded() -> None:
+def test_which_calls_autograd_records_in_a_graph() -> None:
     plain, learns = torch.zeros(2), torch.zeros(2, requires_grad=True)
     assert not autograd_state.recorded(plain, None)
     assert autograd_state.recorded(None, plain, learns)
@@ -942,7 +942,7 @@ TAILS: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], list[str]]] = {
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 @pytest.mark.parametrize("name", TAILS)
 @pytest.mark.slow(quick=6)
-def test_a_tail_is_what_one_call_computes(name: str, dtype: torch.dtype) -> None:
+def test_a_tail_equals_the_call_that_replaces_it(name: str, dtype: torch.dtype) -> None:
     function, given, expected = TAILS[name]
     graph, values = graph_of(function, dtype, *given)
     found = list(tails(graph))

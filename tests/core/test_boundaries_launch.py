@@ -67,7 +67,7 @@ SHAPES = [
 
 
 @pytest.mark.parametrize("one", SHAPES, ids=str)
-def test_shapes_are_those_of_torch(one: tuple[int, ...]) -> None:
+def test_shapes_equal_torchs(one: tuple[int, ...]) -> None:
     """Shapes of products and of sums agree, and refusals have torch's words."""
     for other in SHAPES:
         a, b = torch.empty(one), torch.empty(other)
@@ -132,7 +132,7 @@ def test_numbers_are_pythons(alpha: Any, found: Any) -> None:
         (np.ones(1), TypeError), (np.timedelta64(3, "s"), TypeError), (1j, RuntimeError),
     ],
 )  # fmt: skip
-def test_what_is_no_number(alpha: Any, error: type[Exception]) -> None:
+def test_an_alpha_that_is_not_a_number_is_refused(alpha: Any, error: type[Exception]) -> None:
     with pytest.raises(error):
         check.number("matmul", alpha, A)
     if alpha == 1j:
@@ -230,7 +230,7 @@ def test_sizes_of_a_graph_broadcast_as_torch_says(one: Any, other: Any, both: An
 
 
 @pytest.mark.parametrize("before", [True, False])
-def test_memory_beside_an_input_is_written(before: bool) -> None:
+def test_memory_adjacent_to_an_input_is_written(before: bool) -> None:
     """Adjacent tensors share no memory, so the call writes the output."""
     memory = torch.randn(16 + 24)
     a = (memory[24:] if before else memory[:16]).view(4, 4)
@@ -506,7 +506,7 @@ def test_guards_distinguish_tensors_that_a_plan_distinguishes() -> None:
 
 
 @pytest.mark.usefixtures("blas_alone")
-def test_a_plan_learns_once_what_other_tensors_it_is_called_with(
+def test_a_plan_renews_its_guards_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Tensors of inference mode differ from others for torch's guard, and not for a plan. If such
@@ -556,7 +556,9 @@ def test_groups_of_meta_tensors_have_a_shape(epilogue: Any) -> None:
     ("epilogue", "shape"),
     [("quantize", (4, 128)), ("quantize", (3, 4, 128)), ("silu", (4, 128)), ("swiglu", (4, 128))],
 )
-def test_results_of_meta_tensors_are_those_of_a_cpu(epilogue: str, shape: tuple[int, ...]) -> None:
+def test_results_of_meta_tensors_have_the_properties_of_cpu_results(
+    epilogue: str, shape: tuple[int, ...]
+) -> None:
     """Auxiliary outputs and a given ``out`` are compared, too."""
     a, b = torch.randn(shape), torch.randn(128, 256)
     right: Any = tmm_core.matmul(a, b, epilogue=epilogue)
@@ -609,7 +611,7 @@ def test_operands_of_any_dimensions_are_matrices_or_stacks(a: Any, b: Any, seen:
     assert grids[1].shape == (*seen[1][:-2], 2, seen[1][-1])
 
 
-def test_the_default_device_is_no_matter_to_a_refusal() -> None:
+def test_the_default_device_does_not_affect_an_error() -> None:
     """Torch's errors are raised by stand-ins of the operands, which are on the CPU."""
     out, other = torch.empty(4, 6, dtype=FP64), torch.empty(7, 6)
     with torch.device("meta"):
@@ -807,7 +809,7 @@ def test_a_kernel_that_would_end_the_process_raises_an_error_instead() -> None:
         (SystemExit(1), "blas", "cache", None, False, True, "refused"),
     ],
 )
-def test_what_follows_when_a_launch_raises(
+def test_the_consequences_of_a_launch_that_raises(
     error: BaseException, kernel: str, origin: str, launching: str | None, known: bool, kept: bool,
     seen: str, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
@@ -865,7 +867,7 @@ def test_as_many_groups_as_columns_share_a_bias_by_column() -> None:
 
 
 @pytest.mark.usefixtures("by_blas")
-def test_no_rows_are_gathered_of_none() -> None:
+def test_an_empty_matrix_is_gathered_into_an_empty_result() -> None:
     a, b, index = torch.empty(0, 8), torch.randn(2, 8, 4), torch.empty(0, dtype=torch.int32)
     assert tmm_core.grouped_matmul(a, b, offs=ends(0, 0), a_index=index).shape == (0, 4)
     with pytest.raises(ValueError, match="gathers rows of an a that has none"):
@@ -964,7 +966,7 @@ def test_a_result_to_write_does_not_change_the_sizes_of_a_problem(
     assert warm.pose(call._replace(out=out), IDENTITY, tmm_core.settings.current())[0] == found
 
 
-def test_the_innermost_launches_are_skipped_and_blas_is_none(
+def test_the_innermost_launches_are_skipped_and_blas_does_not_count(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def entry(kernel: str, inside: Any) -> Any:

@@ -39,7 +39,7 @@ class Gated(nn.Module):
 # -- layers that share memory ------------------------------------------------------------
 
 
-def test_undo_takes_its_own_hooks_and_leaves_those_of_others() -> None:
+def test_undo_removes_only_its_own_hooks() -> None:
     model = Gated()
     seen: list[str] = []
     model.register_load_state_dict_post_hook(lambda module, keys: seen.append("loaded"))
@@ -174,7 +174,7 @@ def test_formulas_of_activations(forward: Any, epilogue: str | None) -> None:
         (partial(F.gelu), F.gelu, False), (partial(F.gelu), partial(F.silu), False),
     ],
 )  # fmt: skip
-def test_what_a_proof_read_has_to_be_the_same(was: Any, now: Any, same: bool) -> None:
+def test_attributes_that_a_proof_read_must_be_unchanged(was: Any, now: Any, same: bool) -> None:
     module = nn.Module()
     assert not activation.unchanged(module, (("x", was),))
     module.x = now
@@ -200,7 +200,7 @@ def test_hooks_and_a_forward_of_the_object_are_more_than_the_class() -> None:
     assert activation.interposed(own)
 
 
-def test_a_module_looks_like_an_activation_by_the_file_of_its_class() -> None:
+def test_a_module_is_classed_as_an_activation_by_the_file_of_its_class() -> None:
     assert activation.is_activation(nn.ELU())
     assert not activation.is_activation(nn.PReLU())
     assert not activation.is_activation(nn.Linear(2, 2))
@@ -336,7 +336,7 @@ def test_a_gradient_has_the_dtype_of_its_tensor() -> None:
     assert autograd_state.form_of(same) == (torch.Size([2]), F32)
 
 
-def test_what_autograd_records() -> None:
+def test_which_calls_autograd_records() -> None:
     plain, learns = torch.ones(2), torch.ones(2, requires_grad=True)
     assert not autograd_state.recorded(plain, None)
     assert autograd_state.recorded(None, plain, learns)

@@ -51,7 +51,7 @@ def halves(rows: int = 4, columns: int = 6) -> tuple[Tensor, Tensor]:
     return both[:rows], both[rows:]
 
 
-def test_what_follows_in_memory_is_one() -> None:
+def test_adjacent_weights_make_one_product() -> None:
     first, second = halves()
     both = stacked((first, second))
     assert both is not None
@@ -61,7 +61,7 @@ def test_what_follows_in_memory_is_one() -> None:
     assert torch.equal(stacked((vector[:3], vector[3:])), vector)  # type: ignore[arg-type]
 
 
-def test_what_does_not_follow_in_memory_is_two() -> None:
+def test_weights_that_are_not_adjacent_make_two_products() -> None:
     first, second = halves()
     three = torch.randn(12, 6)
     storage = torch.randn(48)
@@ -146,7 +146,7 @@ def test_halves_of_which_one_has_a_bias_are_two_products() -> None:
 
 
 @pytest.mark.parametrize("learning", list(itertools.product((False, True), repeat=5))[1:])
-def test_each_part_of_a_joint_product_learns_alone(learning: tuple[bool, ...]) -> None:
+def test_each_part_of_a_joint_product_may_train_alone(learning: tuple[bool, ...]) -> None:
     mlp, x = SwiGLU(8, 12, bias=True), torch.randn(5, 8)
     gate, up = mlp.gate_proj, mlp.up_proj
     given: Any = (x, gate.weight, up.weight, gate.bias, up.bias)
@@ -166,7 +166,7 @@ def test_each_part_of_a_joint_product_learns_alone(learning: tuple[bool, ...]) -
 
 
 @pytest.mark.parametrize("name", ["gate_proj.bias", "up_proj.bias", "up_proj.weight"])
-def test_one_half_learns_alone(name: str) -> None:
+def test_one_half_may_train_alone(name: str) -> None:
     mlp, x = SwiGLU(8, 12, bias=True), torch.randn(5, 8)
     mlp.requires_grad_(False)
     parameter = mlp.get_parameter(name).requires_grad_()
@@ -191,7 +191,7 @@ def test_second_derivatives_of_both_halves() -> None:
         torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-4)
 
 
-def test_a_single_row_learns() -> None:
+def test_a_single_row_has_gradients() -> None:
     """A vector has the gradients of a matrix of one row."""
     mlp, x = SwiGLU(8, 12, bias=True), torch.randn(8, requires_grad=True)
     learned = (x, *mlp.parameters())
@@ -269,7 +269,7 @@ def test_shards_are_gated_with_and_without_a_gradient(
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("joint", [False, True])
 @pytest.mark.parametrize("learning", [False, True])
-def test_projections_in_a_graph_are_those_of_each_weight(
+def test_joint_projections_in_a_graph_equal_separate_ones(
     biased: bool, joint: bool, learning: bool
 ) -> None:
     weight, bias, x = torch.randn(7, 6), torch.randn(7), torch.randn(2, 3, 6)
@@ -572,7 +572,7 @@ def test_the_weights_of_a_router_are_not_rounded_to_16_bits(router: torch.dtype)
     torch.testing.assert_close(y, (one.float() * 2.0**-8).to(BF16), rtol=0.3, atol=0)
 
 
-def test_the_result_of_experts_has_the_dtype_of_what_they_are_given() -> None:
+def test_the_result_of_experts_has_the_dtype_of_its_input() -> None:
     layer = Experts(2, 8, 4)
     for dtype in (BF16, FP32, torch.float64):
         x = torch.randn(3, 8, dtype=dtype)

@@ -295,9 +295,7 @@ def looks(
     return count
 
 
-def test_a_host_serves_until_nobody_needs_it(
-    hosted: Hosted, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_host_serves_until_it_is_unused(hosted: Hosted, monkeypatch: pytest.MonkeyPatch) -> None:
     pool = hosted.pools[0]
 
     def job() -> list[Any]:
@@ -340,7 +338,7 @@ def test_the_end_of_an_output_is_400_bytes() -> None:
     assert pool_host.tail(b"  \xffwhy\n\n") == "\ufffdwhy"
 
 
-def test_a_worker_is_asked_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_is_selected_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     begun: list[Any] = []
     worker = SimpleNamespace(begin=begun.append, perform=lambda job: {"did": job["id"]})
     monkeypatch.setitem(sys.modules, pool_host._WORKER, worker)
@@ -486,7 +484,7 @@ def test_a_worker_takes_the_environment_of_a_job(worker: Any, tmp_path: Path) ->
     assert Path.cwd() == tmp_path / "there"
 
 
-def test_what_a_worker_lacks_is_left_to_the_other_process(
+def test_a_job_that_a_worker_cannot_do_is_left_to_the_other_process(
     worker: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compiled: list[Any] = []
@@ -508,7 +506,7 @@ def test_what_a_worker_lacks_is_left_to_the_other_process(
         (ValueError("x" * 5000), "ValueError: " + "x" * (2000 - len("ValueError: ")), None),
     ],
 )
-def test_a_worker_reports_what_a_kernel_raises(
+def test_a_worker_reports_a_kernels_exception(
     error: Any, message: str, cause: Any, worker: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Compiling, "error", error)
@@ -846,7 +844,7 @@ def test_a_host_that_does_not_start_is_a_fault(
     assert process.waited == [0, None]
 
 
-def test_what_is_no_answer_is_a_fault(parent: Parent) -> None:
+def test_an_invalid_answer_is_a_fault(parent: Parent) -> None:
     compilers = Compilers(1, kind=KIND)
     future = compilers.submit(problem(), candidate())
     host: Any = compilers._host
@@ -892,7 +890,7 @@ def test_a_host_that_cannot_be_started_leaves_no_file_open(
     assert not compilers.are_starting([Future()])
 
 
-def test_what_a_job_of_compilers_says(parent: Parent, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_contents_of_a_compile_job(parent: Parent, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HERE", "1")
     monkeypatch.setenv("OF_KIND", "0")
     with contextlib.closing(Compilers(3, 5.0, KIND)) as compilers:
@@ -935,7 +933,7 @@ def test_what_a_job_of_compilers_says(parent: Parent, monkeypatch: pytest.Monkey
         (FakeKernel("k"), "1", {"device": "cpu", "memory": 1}, True),
     ],
 )
-def test_a_host_is_started_for_what_it_can_do(
+def test_a_host_is_started_only_for_jobs_that_it_can_do(
     kernel: Any, interpret: str, more: Any, ahead: bool, parent: Parent,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip

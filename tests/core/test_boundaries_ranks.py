@@ -138,7 +138,7 @@ def test_a_board_without_this_rank_is_left_if_others_tuned_something_else() -> N
     assert not board(asked_1="P").missed("Q")
 
 
-def test_nobody_is_waited_for_once_there_is_a_verdict(clock: Clock) -> None:
+def test_waiting_ends_once_there_is_a_verdict(clock: Clock) -> None:
     mine = board()
     clock.events = [lambda: mine.put("verdict/0", 1)]
     assert mine.await_all({1: ["x"]}, until="verdict/0") == [1]
@@ -156,7 +156,7 @@ def test_the_first_proposal_counts() -> None:
     assert not mine.has("verdict/1")
 
 
-def test_the_error_of_ranks_that_tune_different_problems_says_in_what_they_differ() -> None:
+def test_the_error_of_ranks_that_tune_different_problems_names_the_difference() -> None:
     digest = ranks._digest([FIRST])
     mine = board(asked_0=digest, asked_1=digest, left_1={"problems": "other"})
     assert mine.await_all({1: ["asked/1", "left/1"]}) == []
@@ -171,7 +171,7 @@ def test_the_error_of_ranks_that_tune_different_problems_says_in_what_they_diffe
             mine.await_all({1: ["asked/1"]})
 
 
-def test_a_digest_tells_problems_their_order_and_their_devices() -> None:
+def test_a_digest_covers_problems_their_order_and_their_devices() -> None:
     other = problem(m=16, device=DEVICE)
     assert ranks._digest([FIRST]) == ranks._digest([problem(m=16)])
     assert ranks._digest([FIRST, SECOND])["problems"] != ranks._digest([SECOND, FIRST])["problems"]
@@ -289,7 +289,7 @@ def test_a_measurement_is_a_record_or_an_error(monkeypatch: pytest.MonkeyPatch) 
     assert given == [(FIRST, current, False), (FIRST, current, True)]
 
 
-def test_an_exception_of_a_signal_handler_is_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_exception_of_a_signal_handler_is_not_a_result(monkeypatch: pytest.MonkeyPatch) -> None:
     def alarm(number: int, frame: object) -> None:
         raise TimeoutError("alarm")
 
@@ -479,7 +479,7 @@ def failing() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("given", [{"problems": failing()}, {"problems": FIRST, "budget": -1.0}])
-def test_a_call_that_raises_counts_and_the_other_ranks_learn_why(
+def test_a_call_that_raises_counts_and_the_other_ranks_get_the_reason(
     monkeypatch: pytest.MonkeyPatch, given: dict[str, Any]
 ) -> None:
     taken: list[Board] = []

@@ -133,21 +133,21 @@ class ReturnedError(ValueError):
         ({"kernels": [FakeKernel("k")] * 10_001}, "returned more than 10000 objects"),
     ],
 )
-def test_what_is_no_kernel_epilogue_or_format_is_refused(
+def test_objects_of_other_types_are_refused_by_the_registry(
     brought: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(PluginError, match=f"^plugin 'p': .*{message}"):
         Registry().register(Brings(**brought), "p")
 
 
-def test_ten_thousand_objects_are_no_endless_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ten_thousand_objects_are_accepted_from_a_hook(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hooks, "MOST_BROUGHT", 3)
     r = Registry()
     r.register(Brings(kernels=[FakeKernel(f"k{i}") for i in range(3)]), "p")
     assert names(r) == ["k0", "k1", "k2"]
 
 
-def test_a_refused_plugin_leaves_what_was_registered_before() -> None:
+def test_a_refused_plugin_keeps_earlier_registrations() -> None:
     r = Registry()
     r.register(plugin(FakeKernel("one")), "one")
     with pytest.raises(PluginError, match="kernel 'one' is already registered by plugin 'one'"):
@@ -155,7 +155,7 @@ def test_a_refused_plugin_leaves_what_was_registered_before() -> None:
     assert names(r) == ["one"]
 
 
-def test_a_load_that_is_interrupted_leaves_what_was_registered_before(
+def test_an_interrupted_load_keeps_earlier_registrations(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     r = registry(EntryPoint("mine", plugin(FakeKernel("mine"))))
@@ -183,7 +183,7 @@ def test_a_load_that_is_interrupted_leaves_what_was_registered_before(
     assert names(r) == ["mine", "one", "two"]
 
 
-def test_an_import_that_computes_a_product_is_answered_by_what_is_loaded() -> None:
+def test_a_product_computed_by_an_import_is_answered_by_the_loaded_kernels() -> None:
     seen: list[list[str]] = []
 
     class Computing(EntryPoint):
@@ -312,7 +312,7 @@ METHODS = {
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("raises", [False, True])
-def test_what_a_misbehaving_method_costs(
+def test_the_cost_of_a_misbehaving_method(
     method: str, raises: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A fault of a method that compiles costs the candidate; any other costs the kernel."""
@@ -516,7 +516,9 @@ def test_requirements_that_traits_do_not_meet(
         ),
     ],
 )  # fmt: skip
-def test_what_is_no_epilogue(fields: dict[str, Any], error: type[Exception], message: str) -> None:
+def test_an_invalid_epilogue_is_refused(
+    fields: dict[str, Any], error: type[Exception], message: str
+) -> None:
     given: dict[str, Any] = {"name": "mine", "reference": F.relu} | fields
     with pytest.raises(error, match=message):
         Epilogue(**given)
@@ -622,7 +624,9 @@ def test_columns_from_which_columns_are_computed() -> None:
         ({"device": 3, "of": torch.abs}, TypeError, "3 is no device function"),
     ],
 )
-def test_what_is_no_output(fields: dict[str, Any], error: type[Exception], message: str) -> None:
+def test_an_invalid_output_is_refused(
+    fields: dict[str, Any], error: type[Exception], message: str
+) -> None:
     with pytest.raises(error, match=message):
         Port(**{"name": "o", "kind": "tile", **fields})
 
@@ -673,7 +677,7 @@ def test_torchs_activations_have_texts(given: Any, text: str) -> None:
         nn.Linear(2, 2), partial(partial(F.softplus, beta=3.0), threshold=1.0),
     ],
 )  # fmt: skip
-def test_what_no_epilogue_is_is_refused_with_what_to_write(given: Any) -> None:
+def test_an_unknown_epilogue_is_refused_with_the_accepted_spelling(given: Any) -> None:
     with pytest.raises(TypeError, match=r"^epilogue: "):
         text_of(given)
 
@@ -883,7 +887,7 @@ class Assuming(FakeConfig):
         (Assuming(), "a config that assumes 'a"), ("text", "'text', not a FakeConfig"),
     ],
 )  # fmt: skip
-def test_what_is_no_config(config: Any, fault: str) -> None:
+def test_an_object_that_is_not_a_config_is_refused(config: Any, fault: str) -> None:
     kernel = FakeKernel("k")
     kernel.__dict__["configs"] = lambda problem: [FakeConfig(), config]
     d, _ = dispatcher(FakeBlas(), kernel)

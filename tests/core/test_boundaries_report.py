@@ -99,7 +99,7 @@ def test_shapes_and_dtypes_are_read_as_people_write_them() -> None:
         parse_dtype("bf17")
 
 
-def test_the_arguments_of_a_call_are_those_it_has() -> None:
+def test_a_call_passes_only_the_arguments_that_it_has() -> None:
     cpu = torch.device("cpu")
     plain = Case(m=4, n=6, k=8).call(cpu)
     assert plain.keywords == {}
@@ -223,7 +223,7 @@ def test_a_quick_run_has_two_problems_of_each_class_and_small_ones_on_a_cpu() ->
     assert chosen == [squares[len(squares) // 3], squares[2 * len(squares) // 3]]
 
 
-def test_gains_are_of_what_was_measured_in_bf16() -> None:
+def test_gains_are_of_problems_measured_in_bf16() -> None:
     fp16 = document(64, 9.0)
     fp16["case"] = fp16["case"] | {"dtype": "float16"}
     found = quick.gains(Results.of([document(64, 1.0), document(128, 4.0), fp16, failure(512)]))
@@ -403,7 +403,7 @@ def test_host_costs_are_a_section() -> None:
     assert "| `torch.matmul` | 1.23 |\n| `tmm` | 2.00 |" in text
 
 
-def test_what_a_table_cannot_hold_is_escaped() -> None:
+def test_characters_that_a_table_cannot_hold_are_escaped() -> None:
     broken = document(64, 1.0, origin="a|b")
     assert "a\\|b" in report.markdown(Results.of([broken]))
 

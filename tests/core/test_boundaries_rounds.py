@@ -200,7 +200,9 @@ def test_errors_of_a_round() -> None:
 
 
 @pytest.mark.parametrize(("text", "times"), [("identity", 1), ("relu", 2)])
-def test_sums_that_cancel_may_lose_what_tensor_cores_truncate(text: str, times: int) -> None:
+def test_sums_that_cancel_may_lose_the_bits_that_tensor_cores_truncate(
+    text: str, times: int
+) -> None:
     one = Operand(HALF)
     instance = problem(m=8, n=8, k=64, a=one, b=one, out=one, epilogue=parse(text))
     data = DataSets(instance, CPU, 1 << 26)
@@ -449,7 +451,7 @@ def test_a_thread_that_writes_into_its_output_keeps_one_result() -> None:
     ("pace", "place", "launched"),
     [("lines", 0, [0]), ("lines", 1, [1]), ("launches", 0, [0, 0]), ("launches", 1, [1, 0, 0])],
 )
-def test_whose_inputs_are_launched_in_turns(pace: Any, place: int, launched: list[int]) -> None:
+def test_which_inputs_interleaved_launches_use(pace: Any, place: int, launched: list[int]) -> None:
     """Launches between the lines of the other thread's second launch use that thread's inputs."""
     made: list[int] = []
 
@@ -650,7 +652,7 @@ def test_outputs_are_judged_with_nan_and_inf_too(right: bool) -> None:
         checks._launched(made)
 
 
-def test_what_is_written_around_an_unusual_output_is_seen() -> None:
+def test_writes_around_an_unusual_output_are_detected() -> None:
     data = DataSets(problem(m=8, n=8, k=8), CPU, 1 << 26)
     made = Round(data, Plan("x", Recipe(), "near", mode="no_grad"))
 
@@ -680,7 +682,7 @@ def test_the_outputs_of_blas_are_not_judged(baseline: bool) -> None:
     assert checks._errors == [0.5, 2.0]
 
 
-def test_a_grid_of_scales_lies_as_checkpoints_store_it() -> None:
+def test_a_grid_of_scales_has_the_memory_layout_of_checkpoints() -> None:
     fp8 = torch.float8_e4m3fn
     a = Operand(fp8, scale=Scale.parse("1x128"))
     b = Operand(fp8, "col", scale=Scale.parse("128x128"))

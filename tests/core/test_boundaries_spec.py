@@ -66,7 +66,7 @@ def test_the_largest_offset_that_32_bits_hold_is_not_wide(columns: bool) -> None
         assert Operand.of(lone).wide is (stride == 2**31)
 
 
-def test_a_lone_row_is_aligned_whatever_its_stride_and_overlapping_rows_are_not() -> None:
+def test_a_single_row_is_aligned_for_any_stride_and_overlapping_rows_are_not() -> None:
     def of(rows: int, stride: int, columns: int = 16) -> bool:
         shape, strides = (rows, columns), (stride, 1)
         return Operand.of(torch.empty_strided(shape, strides, dtype=BF16, device="meta")).aligned
@@ -101,7 +101,7 @@ def test_a_vector_has_the_layout_in_which_it_is_contiguous(
 # -- problems -----------------------------------------------------------------------------
 
 
-def test_what_moves_and_what_is_multiplied_counts_every_part() -> None:
+def test_bytes_and_flops_of_a_problem_include_every_part() -> None:
     plain = problem(m=2, n=3, k=5)
     assert (plain.bytes, plain.flops) == (4 * (2 * 5 + 5 * 3 + 2 * 3), 2 * 2 * 3 * 5)
     gated = replace(plain, epilogue=parse("swiglu"), batch=7)
@@ -122,7 +122,7 @@ def test_strides_of_nothing_and_of_one_mean_nothing() -> None:
     assert empty.has_default_strides(torch.empty(2, 60)[:, :0])
 
 
-def test_shapes_of_scales_are_those_of_their_blocks() -> None:
+def test_shapes_of_scales_follow_from_their_blocks() -> None:
     """Blocks of 2 × 32 scale 100 rows, 60 columns (120 for a gated b) and K = 70."""
     blocks = replace(INT8, scale=Scale((2, 32)))
     rows = replace(INT8, scale=Scale.parse("row"))
@@ -228,7 +228,7 @@ def test_only_rows_are_gathered_scattered_and_weighted(name: str, ragged: Any) -
         Groups(2, ragged, **{name: torch.int32})  # type: ignore[arg-type]
 
 
-def test_what_a_record_says_of_groups() -> None:
+def test_the_record_of_a_grouped_problem() -> None:
     assert Groups(3, "k").to_json() == {"count": 3, "ragged": "k"}
     assert Groups(3, "m", torch.int64, zeroed=True).to_json() == {
         "count": 3, "ragged": "m", "a_index": "int64", "zeroed": True,
@@ -243,7 +243,7 @@ def test_groups_are_read_as_they_were_written() -> None:
         assert Groups.from_json(groups.to_json()) == groups
 
 
-def test_an_unaligned_result_is_part_of_what_a_problem_says() -> None:
+def test_a_problems_text_names_an_unaligned_result() -> None:
     for name in ("a", "b", "out"):
         change: dict[str, Any] = {name: Operand(FP32, aligned=False)}
         assert "unaligned" in str(replace(problem(), **change))
@@ -269,7 +269,7 @@ def test_an_unaligned_result_is_part_of_what_a_problem_says() -> None:
          "2×3×5 float32 nn tf32 bias relu residual"),
     ],
 )  # fmt: skip
-def test_a_problem_says_what_differs_from_a_plain_product(
+def test_a_problems_text_names_its_differences_from_a_plain_product(
     fields: dict[str, Any], text: str
 ) -> None:
     assert str(problem(m=2, n=3, k=5, **fields)) == text
@@ -342,7 +342,7 @@ def test_triton_interprets_where_its_variable_says_so(
     assert not device.fingerprint.__wrapped__(torch.device("cpu")).interpreted
 
 
-def test_a_cpu_is_what_torch_and_its_packages_say(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cpu_fingerprint_has_torch_and_its_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     versions = {"triton": "3", "pytorch-triton-rocm": "4"}
     monkeypatch.setattr(device, "version_of", lambda name: versions.get(name, ""))
     monkeypatch.setattr(torch, "__version__", "2")
@@ -353,7 +353,9 @@ def test_a_cpu_is_what_torch_and_its_packages_say(monkeypatch: pytest.MonkeyPatc
         versions = dict(list(versions.items())[1:])
 
 
-def test_a_gpu_is_what_torch_and_its_packages_say(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_fingerprint_has_torchs_properties_and_packages(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     properties = SimpleNamespace(
         name="GPU", major=9, minor=4, multi_processor_count=7, gcnArchName="gfx942:xnack-",
         shared_memory_per_block_optin=99, L2_cache_size=88,
@@ -410,7 +412,7 @@ def test_a_device_without_numbers_has_rates() -> None:
     assert machine.memory > 0
 
 
-def test_rates_are_those_of_the_gpu_and_of_its_operands() -> None:
+def test_rates_depend_on_the_gpu_and_the_operands() -> None:
     listed, other = Machine.of(H100), Machine.of(replace(H100, name="T4", capability=(7, 5)))
     assert (listed.sms, listed.memory) == (132, 3.35e6)
     assert (other.sms, other.memory) == (132, 132 * 8e3)
@@ -441,7 +443,7 @@ def test_fewer_bytes_displace_no_more_than_themselves() -> None:
     )
 
 
-def test_fp32_without_tensor_cores_is_no_faster_than_a_gpu_has_any() -> None:
+def test_fp32_without_tensor_cores_is_limited_by_the_gpu() -> None:
     slow = Machine(sms=1, tensor=1e5, memory=1.0)
     assert slow.flops(problem()) == 1e5
     assert slow.flops(problem(tf32=True)) == 5e4
@@ -460,7 +462,7 @@ def test_waves_are_whole_and_the_last_may_not_be_full() -> None:
 
 
 @pytest.mark.parametrize("reduce", ["max", "sum"])
-def test_a_reduction_of_nothing_and_one_that_there_is_none_of(reduce: Any) -> None:
+def test_reductions_over_empty_dimensions(reduce: Any) -> None:
     least = -torch.inf if reduce == "max" else 0.0
     for shape, kind, expected in (
         ((3, 0), "row", [least] * 3), ((0, 3), "row", []), ((3, 0), "col", []),
@@ -554,7 +556,7 @@ def matmul() -> Any:
 
 
 @pytest.mark.parametrize("before", ["none", "ieee", "tf32"])
-def test_the_precision_is_afterwards_what_it_was(before: str, matmul: Any) -> None:
+def test_the_precision_is_restored(before: str, matmul: Any) -> None:
     def failing(tf32: bool) -> None:
         with precision(tf32):
             assert (matmul.fp32_precision == "tf32") is tf32
@@ -585,7 +587,7 @@ def test_nothing_is_measured_under_another_precision_either_way(matmul: Any) -> 
 # -- autocast -----------------------------------------------------------------------------
 
 
-def test_autocast_rounds_what_is_added_too() -> None:
+def test_autocast_also_rounds_the_added_terms() -> None:
     a, b = torch.zeros(4, 8), torch.randn(8, 6)
     fine = torch.full((4, 6), 1 + 2.0**-12)
     with torch.autocast("cpu", dtype=BF16):
@@ -694,7 +696,7 @@ def test_a_launcher_is_bound_once() -> None:
     assert Bound.of(bound) is bound
 
 
-def test_work_is_resumed_when_what_it_waits_for_is_done() -> None:
+def test_work_is_resumed_when_its_futures_are_done() -> None:
     futures: list[Future[int]] = [Future(), Future()]
     log: list[str] = []
 
@@ -858,7 +860,7 @@ def test_outputs_that_are_possible() -> None:
         Port("p", "tile", of=torch.abs, device=2)
 
 
-def test_groups_of_an_output_are_filled_up_and_lie_side_by_side() -> None:
+def test_groups_of_an_output_are_padded_and_adjacent() -> None:
     amax = Port("p", "group", of=lambda y: y.abs().amax(-1), group=4)
     y = torch.arange(12.0).view(2, 6) - 20
     assert amax.shape((2, 6)) == (2, 2)
@@ -894,7 +896,7 @@ def test_a_query_is_reported_once_when_its_time_is_over(
     assert not watch._running
 
 
-def test_one_thread_looks_while_there_are_queries(
+def test_one_thread_watches_while_there_are_queries(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(watch, "PATIENCE", 0.04)

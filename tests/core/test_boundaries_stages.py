@@ -501,7 +501,7 @@ def test_findings_say_whether_the_tuning_verified_its_winner() -> None:
         ((1, 2, 3), ["blas1 k1 k2 k3 k4", "blas1 k2 k3 k4", "blas1 k3 k4"]),
     ],
 )
-def test_after_a_wrong_winner_those_that_it_kept_out_race(
+def test_after_a_wrong_winner_the_candidates_that_it_excluded_race(
     wrong: tuple[int, ...], races: list[str]
 ) -> None:
     """There are three races at most."""
@@ -957,7 +957,7 @@ def test_variants_of_a_tile_follow_other_tiles() -> None:
     assert [c.config.to_json()["tile"] for c in found] == [1, 4, 3, 5, 2]
 
 
-def test_after_the_deadline_each_kernel_is_asked_for_one_estimate(
+def test_after_the_deadline_each_kernel_estimates_one_config(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Only BLAS gives estimates for all of its configs."""
@@ -1197,7 +1197,7 @@ def test_a_thread_binds_on_the_device_of_its_tuning(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_what_another_m_shows_of_a_candidate(late: bool) -> None:
+def test_the_outcomes_of_a_candidate_at_another_m(late: bool) -> None:
     """A fault counts against the kernel, a lack of memory does not. Only BLAS is not verified."""
 
     def raising(error: BaseException) -> Any:

@@ -84,7 +84,7 @@ def test_scales_by_their_texts(text: str, block: tuple[int, int], kind: str) -> 
 @pytest.mark.parametrize(
     "text", ["", "x", "1x", "x128", "0x128", "1x0", "-1x2", "1x2x3", "columns", "1.0x2"]
 )
-def test_texts_that_are_no_scales(text: str) -> None:
+def test_invalid_texts_of_scales_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match=f"not {text!r}"):
         grids.parse(text)
 
@@ -100,7 +100,9 @@ def test_texts_that_are_no_scales(text: str) -> None:
         (32.0, None, TypeError, "sizes of groups and blocks are integers"),
     ],
 )
-def test_what_is_no_block(group: Any, block: Any, error: type[Exception], message: str) -> None:
+def test_an_invalid_block_is_refused(
+    group: Any, block: Any, error: type[Exception], message: str
+) -> None:
     with pytest.raises(error, match=message):
         grids.block_of_call(group, block)
 
@@ -244,7 +246,7 @@ SCALES = torch.ones(K // G, N, dtype=F16)
         ({"g_idx": torch.arange(K // 2) // G}, "g_idx is not in order of k"),
     ],
 )
-def test_what_is_no_gptq_weight(changes: dict[str, Any], message: str) -> None:
+def test_an_invalid_gptq_weight_is_refused(changes: dict[str, Any], message: str) -> None:
     given: dict[str, Any] = {"qweight": QW, "qzeros": QZ, "scales": SCALES, "group": G}
     with pytest.raises(ValueError, match=message):
         gptq.read(**given | changes)
@@ -322,7 +324,7 @@ def test_the_order_of_columns_of_gptq() -> None:
         ({"group": 0}, "groups of 0 do not divide"),
     ],
 )
-def test_what_is_no_awq_weight(changes: dict[str, Any], message: str) -> None:
+def test_an_invalid_awq_weight_is_refused(changes: dict[str, Any], message: str) -> None:
     given: dict[str, Any] = {
         "qweight": torch.zeros(K, N // 8, dtype=I32), "qzeros": QZ, "scales": SCALES, "group": G,
     }  # fmt: skip
@@ -346,7 +348,7 @@ PACKED = torch.zeros(N, K // 8, dtype=I32)
         ({"weight_zero_point": torch.zeros(2, 1, dtype=I32)}, "weight_zero_point must be int32"),
     ],
 )
-def test_what_is_no_compressed_weight(changes: dict[str, Any], message: str) -> None:
+def test_an_invalid_compressed_weight_is_refused(changes: dict[str, Any], message: str) -> None:
     given: dict[str, Any] = {"weight_packed": PACKED, "weight_scale": torch.ones(N, 2, dtype=BF16)}
     with pytest.raises(ValueError, match=message):
         compressed.read(**given | changes)
@@ -382,7 +384,7 @@ META: dict[str, Any] = {
         ({"zero": torch.ones(5, 1)}, r"zero must have one number per group, got \(5, 1\)"),
     ],
 )  # fmt: skip
-def test_what_is_no_hqq_weight(changes: dict[str, Any], message: str) -> None:
+def test_an_invalid_hqq_weight_is_refused(changes: dict[str, Any], message: str) -> None:
     stored = torch.zeros(2, 2, dtype=U8)
     with pytest.raises(ValueError, match=message):
         hqq.read(stored, META | changes)
@@ -438,7 +440,9 @@ def test_blocks_have_128_values_by_default_and_one_scale_has_none() -> None:
     ("blocks", "scales"),
     [((2, 4, 3, 8), (2, 4, 3)), ((2, 4, 3, 16), (2, 4, 2)), ((3, 16), (3,)), ((4, 3, 32), (4, 3))],
 )
-def test_what_is_no_mxfp4_weight(blocks: tuple[int, ...], scales: tuple[int, ...]) -> None:
+def test_an_invalid_mxfp4_weight_is_refused(
+    blocks: tuple[int, ...], scales: tuple[int, ...]
+) -> None:
     with pytest.raises(ValueError, match=r"blocks must be \[E, N, K/32, 16\]"):
         gpt_oss.read(torch.zeros(blocks, dtype=U8), torch.zeros(scales, dtype=U8))
     found = gpt_oss.read(
@@ -465,7 +469,7 @@ def test_parts_distinguish_rows_from_k_unless_there_is_one_scale_for_whole_bytes
     assert packed.is_directed
 
 
-def test_scales_of_integers_are_no_scales() -> None:
+def test_integer_scales_are_refused() -> None:
     with pytest.raises(ValueError, match=r"weight_scale_inv must be float32, .* got torch.int32"):
         block_scaled.read(torch.ones(4, 8).to(E4M3), torch.ones(1, 1, dtype=I32))
 
@@ -556,7 +560,7 @@ def test_moves_of_dimensions_keep_k_known() -> None:
         ({"format": "int9"}, Exception, "int9"),
     ],
 )
-def test_what_is_no_quantised_tensor(
+def test_an_invalid_quantised_tensor_is_refused(
     change: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     given: dict[str, Any] = {"data": torch.zeros(4, 8, dtype=torch.int8), "scale": torch.ones(4, 1)}
@@ -602,7 +606,7 @@ def test_int8_of_torchao() -> None:
         ("Int8Tensor", {"module": "elsewhere"}),
     ],
 )  # fmt: skip
-def test_what_also_rounds_activations_stays_its_librarys(
+def test_a_tensor_that_also_rounds_activations_is_left_to_its_library(
     name: str, changes: dict[str, Any]
 ) -> None:
     given = stranger(name, **INT8 | changes)

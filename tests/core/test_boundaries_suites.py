@@ -356,7 +356,7 @@ def parametrized(kernel: Any, name: str, **fields: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("along", [None, "m", "n", "k"])
-def test_groups_are_posed_to_kernels_that_declare_them(along: str | None) -> None:
+def test_grouped_problems_are_tested_on_kernels_that_declare_them(along: str | None) -> None:
     kernel: Any = FakeKernel("k")
     kernel.supports = replace(kernel.supports, ragged=(along,) if along else ())
     ((fixture, values),) = parametrized(kernel, "ragged")
@@ -474,7 +474,7 @@ def test_numbers_that_are_close(found: float, exact: float, passes: bool) -> Non
         checked._close(values, numbers, "reference", 1e-6)
 
 
-def test_a_place_that_is_no_point_is_shown_by_its_indices() -> None:
+def test_a_failure_at_no_test_point_is_shown_by_its_indices() -> None:
     checked = of_epilogue(SQUARE, points=(1.0, 2.0, 4.0))
     with pytest.raises(Failed, match=r"it is 2 at \[1, 0\], the reference has 0; the tolerance is"):
         checked._close(torch.tensor([[0.0], [2.0]]), torch.zeros(2, 1), "reference", 1e-6)

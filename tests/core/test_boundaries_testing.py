@@ -109,7 +109,7 @@ def test_a_kernel_that_serves_nothing_fails() -> None:
 # -- probes --------------------------------------------------------------------------------
 
 
-def test_a_problem_is_named_by_what_is_special() -> None:
+def test_the_id_of_a_problem_names_its_special_properties() -> None:
     made = suite(FakeKernel("k"))._probe((4, 8, 8), F32)
     assert problem_id(None) == "none"
     assert problem_id(made) == "4x8x8-float32-nn"
@@ -155,7 +155,7 @@ PROBES = sorted(
 
 
 @pytest.mark.parametrize("name", PROBES)
-def test_no_problem_is_posed_twice_and_k_has_whole_groups(name: str) -> None:
+def test_no_probe_occurs_twice_and_k_has_whole_groups(name: str) -> None:
     probes = problems_of(name)
     assert len(probes) == len(set(probes))
     for probe in probes:
@@ -164,7 +164,7 @@ def test_no_problem_is_posed_twice_and_k_has_whole_groups(name: str) -> None:
         assert 0 in (probe.m, probe.n, probe.k, probe.batch) or name != "probes_of_empties"
 
 
-def test_every_layout_of_every_matrix_is_posed() -> None:
+def test_the_probes_have_every_layout_of_every_matrix() -> None:
     every = {("row", True), ("col", True), ("row", False), ("col", False), ("strided", False)}
 
     def laid_out(probe: Problem, *names: str) -> list[tuple[str, bool]]:
@@ -191,7 +191,7 @@ def test_every_layout_of_every_matrix_is_posed() -> None:
     assert [r.dtype for r in residuals].count(F32) == 1
 
 
-def test_every_dtype_term_and_epilogue_is_posed() -> None:
+def test_the_probes_have_every_dtype_term_and_epilogue() -> None:
     half, three = torch.float16, (torch.float16, BF16, F32)
     dtypes = [(p.a.dtype, p.out.dtype, p.tf32, p.b.layout) for p in problems_of("probes_of_dtypes")]
     assert set(dtypes) == {
@@ -224,7 +224,7 @@ def test_every_dtype_term_and_epilogue_is_posed() -> None:
     assert {dtype for _, _, dtype in ports} == {half, BF16, F32}
 
 
-def test_every_format_and_scale_is_posed() -> None:
+def test_the_probes_have_every_format_and_scale() -> None:
     probes = problems_of("probes_of_scales")
     for form in FORMATS.values():
         own = [p for p in probes if p.b.form is form]
@@ -365,7 +365,7 @@ def test_the_gpu_of_a_rank_is_named_if_any_problem_is_measured_on_one(
     assert ranks._gpu([cpu, gpu]) == "GPU-1"
 
 
-def test_ranks_compare_what_they_tune() -> None:
+def test_ranks_compare_their_problems() -> None:
     one, other = problem(), problem(m=3)
     assert ranks._digest([one]) == ranks._digest([problem()])
     assert ranks._digest([one])["problems"].startswith("1 ")
@@ -389,7 +389,7 @@ def test_ranks_are_listed_in_order() -> None:
 
 
 @pytest.mark.parametrize("tf32", [False, True])
-def test_explain_is_of_the_precision_that_was_asked(
+def test_explain_uses_the_requested_precision(
     tf32: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The problem is made under this precision, which is part of it on a GPU."""

@@ -154,7 +154,7 @@ def test_a_count_is_a_whole_number_from_one_on(name: str, text: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "inf", "nan", "-inf", "soon", ""])
-def test_what_is_not_above_zero_is_refused(text: str) -> None:
+def test_an_option_that_is_not_above_zero_is_refused(text: str) -> None:
     assert options.positive(float, "1e-9") == 1e-9
     assert options.positive(int, "1") == 1
     with pytest.raises(ValueError, match=f"found {text}, accepted is a number above 0"):
@@ -180,7 +180,7 @@ def test_a_field_without_a_name_or_a_value_is_refused(text: str) -> None:
         options.field(text)
 
 
-def test_a_device_that_is_none_is_a_mistake() -> None:
+def test_an_unknown_device_is_a_usage_error() -> None:
     assert options.device(SimpleNamespace(device="cpu")) == torch.device("cpu")
     with pytest.raises(UsageError, match=r"^--device nonsense: "):
         options.device(SimpleNamespace(device="nonsense"))
@@ -262,7 +262,7 @@ def test_squares_are_three_sizes(
     assert cli._parser().parse_args(["bench", "--squares", "2:2:1"]).squares == [2]
 
 
-def test_a_command_without_arguments_takes_those_of_the_process(
+def test_a_command_without_arguments_takes_the_processs_arguments(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     seen: list[Any] = []
@@ -549,7 +549,7 @@ def test_an_assembler_that_does_not_run_is_a_problem(
         ("/gcc", "no Python.h", ("problem", "no Python.h: Triton kernels", "install python3-dev")),
     ],
 )
-def test_what_builds_launchers_is_named(
+def test_the_tools_that_build_launchers_are_named(
     compiler: str | None,
     lacking: str | None,
     expected: tuple[str, str, str],
@@ -626,7 +626,7 @@ def test_untried_kernels_are_reported_with_the_worst_cause(monkeypatch: pytest.M
         (["hung", "hung"], "hung"),
     ],
 )
-def test_the_cause_to_mend_first(
+def test_the_cause_to_repair_first(
     causes: list[Any], first: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     notes = _notes({cause: Obstacle(cause, f"text of {cause}") for cause in causes})
@@ -676,7 +676,7 @@ def test_programs_run_down_a_group_of_rows_then_right() -> None:
 
 
 @pytest.mark.parametrize(("l2", "read"), [(0, 430), (99, 430), (100, 330), (199, 330), (200, 230)])
-def test_the_l2_keeps_what_was_used_last_and_fits(l2: int, read: int) -> None:
+def test_the_l2_keeps_the_most_recently_used_data_that_fits(l2: int, read: int) -> None:
     """Columns of 100 bytes come after rows of 10; the second wave reads both columns again."""
     run = [({0, 1}, {0, 1}), ({2}, {0, 1})]
     assert tile_order.memory_bytes(run, 10, 100, l2) == read
@@ -765,7 +765,7 @@ def test_a_line_of_an_analysis(changes: dict[str, Any], line: str) -> None:
     assert line in lines(**changes)
 
 
-def test_an_analysis_has_no_line_of_what_is_not_known() -> None:
+def test_an_analysis_leaves_out_unknown_facts() -> None:
     topics = [line.split()[0] for line in lines()]
     assert topics == ["kernel", "tiles"]
     assert "1 wave," in lines(layout={**analysis()["layout"], "waves": 1})[1]
@@ -1060,7 +1060,7 @@ def test_records_of_the_lock_file_are_verified_where_it_alone_answers(
     assert verify.current(H200)[0] == 2
 
 
-def test_an_absent_lock_file_is_reported_by_what_lists_its_records(
+def test_an_absent_lock_file_is_reported_by_the_commands_that_list_records(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saved(CacheStore(tmp_path, []), H200, 1)
@@ -1111,7 +1111,7 @@ def test_a_miss_of_two_versions_is_tuned_once(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(
     ("arguments", "count"), [(["8x8x8"], 1), (["8x8x8", "--misses"], 3), (["--misses"], 2)]
 )
-def test_misses_are_tuned_where_they_are_asked_for(
+def test_misses_are_tuned_on_request(
     monkeypatch: pytest.MonkeyPatch, arguments: list[str], count: int
 ) -> None:
     pending: Any = object()
@@ -1152,7 +1152,7 @@ def test_verdicts_are_counted_by_their_words(
 # -- a new plugin --------------------------------------------------------------------------
 
 
-def test_files_of_a_new_plugin_are_where_tools_look_for_them() -> None:
+def test_files_of_a_new_plugin_are_where_tools_expect_them() -> None:
     files = new_plugin.written({"distribution": "my-kernels", "module": "mine", "tmm": "1.2"})
     names = {path.as_posix() for path in files}
     assert {".gitignore", ".github/workflows/test.yml", "mine/py.typed", "pyproject.toml"} <= names
@@ -1198,14 +1198,14 @@ def benched(*arguments: str) -> argparse.Namespace:
     return cli._parser().parse_args(["bench", *arguments])
 
 
-def test_a_quick_run_takes_two_minutes_or_what_the_user_allows() -> None:
+def test_a_quick_run_takes_two_minutes_or_the_users_limit() -> None:
     assert bench._quick(benched(), on_gpu=True).max_seconds == quick.SECONDS
     mine = bench._quick(benched("--max-seconds", "5", "--budget", "1"), on_gpu=True)
     assert (mine.max_seconds, mine.budget, mine.seconds) == (5.0, 1.0, quick.TIMING)
     assert bench._quick(benched("--seconds-per-problem", "2"), on_gpu=False).seconds == 2.0
 
 
-def test_seconds_of_a_problem_are_those_given() -> None:
+def test_seconds_of_a_problem_can_be_given() -> None:
     usual = bench._chosen(benched(), 9.0)
     assert (usual.seconds, usual.deadline) == (0.5, 9.0)
     assert bench._chosen(benched("--seconds-per-problem", "2"), 9.0).seconds == 2.0
@@ -1245,7 +1245,7 @@ def test_without_problems_a_run_is_of_all_suites() -> None:
     assert len(bench._tasks(benched("--suite", every[0], "--limit", "2"))) == 2
 
 
-def test_a_run_goes_on_after_what_was_measured(tmp_path: Path) -> None:
+def test_a_resumed_run_skips_measured_problems(tmp_path: Path) -> None:
     done = {"kind": "problem", "suite": "s", "case": {"m": 1}}
     failed = {"kind": "problem", "suite": "s", "case": {"m": 2}, "failed": "no memory"}
     (tmp_path / "a.jsonl").write_text(f"{json.dumps(done)}\n{json.dumps(failed)}\n")
@@ -1472,7 +1472,7 @@ def test_the_results_of_a_run_are_named_by_their_classes(
     assert given == [(torch.device("cpu"), {"tune": False, "budget": 3.0})] * 3
 
 
-def test_an_interrupted_verification_reports_what_it_has(
+def test_an_interrupted_verification_reports_its_results_so_far(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def verified(entries: Any, device: Any) -> Iterator[dict[str, Any]]:

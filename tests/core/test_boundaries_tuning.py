@@ -199,7 +199,7 @@ def test_errors_of_the_machine_by_their_type_and_place(
     assert cause_of(outer) == cause
 
 
-def test_what_another_process_found_is_believed_if_it_is_a_cause() -> None:
+def test_a_cause_found_by_another_process_counts_if_it_is_valid() -> None:
     error: Any = ValueError("x")
     error.cause_elsewhere = "hung"
     assert cause_of(error) == "hung"
@@ -279,7 +279,7 @@ SAME = "'a' at /x/y.py:3 needs 0x1f of 12"
         ([], False),
     ],
 )
-def test_two_kernels_that_fail_alike_are_no_kernels_fault(results: Any, found: bool) -> None:
+def test_two_kernels_that_fail_alike_are_not_at_fault(results: Any, found: bool) -> None:
     assert alike(results) is found
 
 
@@ -371,7 +371,7 @@ def test_one_warning_of_the_environment_names_the_gravest() -> None:
         (type("OutOfResources", (Exception,), {})("x"), True), (ValueError("x"), False),
     ],
 )  # fmt: skip
-def test_a_refusal_is_no_fault(error: BaseException, refused: bool) -> None:
+def test_a_refusal_is_not_a_fault(error: BaseException, refused: bool) -> None:
     assert findings.refuses(error) is refused
     outer = ValueError("outer")
     outer.__cause__ = error
@@ -400,12 +400,14 @@ NOTED = Noted({A: Obstacle("toolchain", "t"), B: Obstacle("passing", "p")}, {"he
         ("here", 1, True, set()), ("here", 2, False, {B}), ("here", 3, False, set()),
     ],
 )  # fmt: skip
-def test_what_is_tried_again(fingerprint: str, count: int, here: bool, again: set[Any]) -> None:
+def test_which_kernels_are_tried_again(
+    fingerprint: str, count: int, here: bool, again: set[Any]
+) -> None:
     noted = replace(NOTED, tried={"here": count})
     assert noted.again(fingerprint, here) == again
 
 
-def test_notes_survive_json_and_nonsense_is_none() -> None:
+def test_notes_survive_json_and_nonsense_is_ignored() -> None:
     assert Noted.from_json(NOTED.to_json()) == NOTED
     bad = NOTED.to_json()
     assert isinstance(bad, dict)
@@ -419,7 +421,7 @@ def test_notes_survive_json_and_nonsense_is_none() -> None:
     assert Noted.from_json(unknown) == Noted({B: Obstacle("hung", "h")}, {"here": 1})
 
 
-def test_a_note_is_of_what_was_tried_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_note_holds_the_last_attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = ["one"]
     monkeypatch.setattr(toolchain, "fingerprint", lambda: now[0])
     key = problem()
@@ -450,7 +452,7 @@ def test_a_note_is_of_what_was_tried_last(tmp_path: Path, monkeypatch: pytest.Mo
     assert other.left(problem(m=1)) == (frozenset(), frozenset())
 
 
-def test_what_a_record_has_no_verdict_on() -> None:
+def test_kernels_on_which_a_record_has_no_verdict() -> None:
     kernels = [FakeKernel("a"), FakeKernel("b"), FakeKernel("c")]
     ended = failed("c", untried.BUDGET_ENDED)
     record = TuningRecord(
@@ -514,7 +516,7 @@ def test_ties_are_broken_by_determinism_workspace_the_incumbent_and_name() -> No
         ranking.decide([failed("a", "x")])
 
 
-def test_the_ranking_puts_those_eliminated_after_finalists_and_slower_ones_last() -> None:
+def test_the_ranking_has_finalists_then_eliminated_then_slower_candidates() -> None:
     def timed(kernel: str, us: float, rounds: int = 5, **fields: Any) -> Any:
         return revised(result(kernel, us, **fields), samples_us=(us,) * rounds)
 
@@ -609,7 +611,7 @@ def test_so_many_calls_are_in_a_chain(device: Any, n: int, limit: float, count: 
     assert copies(problem(n=n, device=device), limit) == count
 
 
-def test_the_memory_of_what_is_timed_is_the_smaller_of_both_limits(
+def test_timed_operands_take_the_smaller_memory_limit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     instance = problem()
@@ -656,7 +658,7 @@ def test_a_chain_of_groups_has_every_sample_of_their_sizes(
     [((4, 6), (6, 1)), ((4, 6), (8, 1)), ((4, 6), (1, 4)), ((3, 4), (2, 1)), ((0, 4), (4, 1)),
      ((2, 3), (0, 1)), ((1,), (1,)), ((), ())],
 )  # fmt: skip
-def test_a_copy_of_an_operand_lies_as_it_does(
+def test_a_copy_of_an_operand_has_its_memory_layout(
     dtype: torch.dtype, offset: int, shape: Any, strides: Any
 ) -> None:
     memory = torch.arange(64).to(dtype)
@@ -946,7 +948,7 @@ def test_a_first_launch_that_fails_costs_its_candidate_and_no_time_of_others() -
         ({}, {}, None),
     ],
 )
-def test_what_forbids_tuning(
+def test_which_conditions_forbid_tuning(
     fields: dict[str, Any], current: dict[str, Any], why: str | None
 ) -> None:
     usual = {"device": replace(DEVICE, interpreted=False)}
@@ -1003,7 +1005,7 @@ def test_variables_that_would_keep_a_python_process_are_not_passed_to_compilers(
     assert not passed.keys() & left.keys()
 
 
-def test_an_estimate_is_of_the_config_that_is_asked_for() -> None:
+def test_an_estimate_is_of_the_given_config() -> None:
     class Estimating(FakeKernel):
         def estimate_us(self, problem: Any, config: FakeConfig) -> float:
             return 10.0 * config.tile

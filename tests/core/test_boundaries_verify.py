@@ -83,7 +83,7 @@ def test_an_error_is_relative_to_an_element_and_to_all(
 
 
 @pytest.mark.parametrize("value", [NAN, INF])
-def test_a_value_that_is_not_finite_is_no_small_error(value: float) -> None:
+def test_a_non_finite_value_is_a_large_error(value: float) -> None:
     assert not error(torch.tensor([value, 1.0]), torch.tensor([1.0, 1.0])) < 1e30
 
 
@@ -193,7 +193,7 @@ def test_large_products_of_16_bits_are_summed_in_fp32(
     assert same == (dtype == torch.float32 or not lacking)
 
 
-def test_an_error_is_also_relative_to_what_a_right_kernel_may_lose() -> None:
+def test_an_error_is_also_relative_to_the_loss_of_a_right_kernel() -> None:
     """A sum that cancels has rounded terms, and a stage may exceed the dtype's range."""
     cancels = torch.tensor([[1000.0, -1000.0], [1.0, 0.0]]).half()
     ones = torch.ones(2, 1).half()
@@ -510,7 +510,7 @@ def test_a_tensor_may_change_and_nothing_around_it(dtype: torch.dtype) -> None:
     assert not held.intact()
 
 
-def test_what_two_tensors_share() -> None:
+def test_the_memory_that_two_tensors_share() -> None:
     memory = torch.zeros(8)
     assert guard_bands.overlap(memory[:4], memory[4:])  # one allocation
     assert not guard_bands.overlap(memory[:4], torch.zeros(4))
@@ -549,9 +549,7 @@ def test_the_same_bits(dtype: torch.dtype) -> None:
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("whole", [True, False])
-def test_what_is_made_within_a_limit_takes_five_eighths_of_it(
-    changes: dict[str, Any], whole: bool
-) -> None:
+def test_test_data_take_five_eighths_of_their_limit(changes: dict[str, Any], whole: bool) -> None:
     """The data: two sets, their expected results, both outputs, and three results of a launcher."""
     instance = problem(m=600, n=500, k=64, **changes)
 
@@ -733,7 +731,7 @@ def drawn(groups: Groups, total: int = 40, **more: Any) -> Rows:
 EVERYTHING = Groups(3, "m", a_index=torch.int64, out_index=torch.int32, out_weights=torch.float32)
 
 
-def test_indices_and_weights_are_those_of_a_call() -> None:
+def test_indices_and_weights_have_the_form_of_a_calls() -> None:
     rows = drawn(EVERYTHING)
     assert (rows.ends[-1], rows.read) == (37, 20)
     assert rows.a_index is not None
@@ -792,7 +790,7 @@ def test_a_result_is_defined_up_to_the_last_group(
         ("k", {"a": (slice(None), slice(2, None)), "b": (slice(2, None),)}),
     ],
 )
-def test_what_lies_beyond_the_last_group_is_nan(ragged: Any, poisoned: dict[str, Any]) -> None:
+def test_data_beyond_the_last_group_is_nan(ragged: Any, poisoned: dict[str, Any]) -> None:
     instance = problem(m=4, n=4, k=4, groups=Groups(2, ragged), residual=F32)
     tensors = {"a": torch.ones(4, 4), "b": torch.ones(4, 4), "residual": torch.ones(4, 4)}
     if ragged == "m":
@@ -808,7 +806,7 @@ def test_what_lies_beyond_the_last_group_is_nan(ragged: Any, poisoned: dict[str,
         assert torch.equal(t.isnan(), right.isnan()), name
 
 
-def test_what_no_group_reads_is_nan() -> None:
+def test_data_that_no_group_reads_is_nan() -> None:
     instance = problem(
         m=4, n=4, k=4, groups=Groups(3, "m", a_index=torch.int64), bias=torch.float32
     )
@@ -924,14 +922,14 @@ def test_other_lines_have_the_bits_of_a_launch_without_nan(axis: Any) -> None:
     assert bare.fault(empty, usual=empty.clone()) is None
 
 
-def test_nan_elsewhere_is_no_fault_where_the_reference_has_it() -> None:
+def test_nan_is_accepted_where_the_reference_has_it() -> None:
     out = torch.zeros(2, 3)
     out[1, 0] = out[0, 2] = NAN
     assert "others are not finite" in str(expecting("rows").fault(out))
     assert expecting("rows").fault(out, elsewhere_finite=False) is None
 
 
-def test_beyond_what_is_defined_anything_is_right() -> None:
+def test_any_value_is_accepted_where_the_result_is_undefined() -> None:
     out = torch.zeros(3, 3)
     out[1, 0] = out[2, 2] = NAN
     assert "others" in str(expecting("rows").fault(out))
@@ -1069,7 +1067,7 @@ def test_the_sign_of_inf_times_a_number_that_may_be_rounded_to_another_sign_is_f
         ("Python's random generator", random.random),
     ],
 )
-def test_what_a_launch_changes_is_named_and_taken_back(name: str, change: Any) -> None:
+def test_state_that_a_launch_changes_is_named_and_restored(name: str, change: Any) -> None:
     before = process_state.State(CPU)
     assert watched_call.watched(lambda: 3, CPU) == (3, [])
     _, changed = watched_call.watched(change, CPU)
@@ -1077,7 +1075,7 @@ def test_what_a_launch_changes_is_named_and_taken_back(name: str, change: Any) -
     assert before.changed() == []
 
 
-def test_what_a_launch_changes_for_itself_and_for_others_is_taken_back() -> None:
+def test_state_that_a_launch_changes_for_itself_and_for_others_is_restored() -> None:
     """State that other code shares is checked by a second launch."""
     before = process_state.State(CPU)
 
@@ -1113,7 +1111,7 @@ def test_an_alarm_and_a_hook_are_taken_back() -> None:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
 
 
-def test_a_folder_that_was_removed_and_numpy_that_is_absent_are_no_state(
+def test_a_removed_folder_and_an_absent_numpy_do_not_count_as_state(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def removed() -> str:
@@ -1128,7 +1126,7 @@ def test_a_folder_that_was_removed_and_numpy_that_is_absent_are_no_state(
     assert process_state.State(CPU).changed() == []
 
 
-def test_what_another_thread_removes_while_state_is_read_or_restored(tmp_path: Path) -> None:
+def test_another_thread_may_remove_state_while_it_is_read_or_restored(tmp_path: Path) -> None:
     """Such a variable or folder ended a verification, and the environment stayed half restored."""
 
     class Shared(UserDict[str, Any]):
@@ -1152,7 +1150,9 @@ def test_what_another_thread_removes_while_state_is_read_or_restored(tmp_path: P
     process_state._set_directory(str(tmp_path / "removed"))
 
 
-def test_what_a_system_lacks_is_no_state(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_features_that_a_system_lacks_do_not_count_as_state(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(sys.modules, "resource", None)
     for module, name in ((process_state.signal, "pthread_sigmask"),
                          (process_state.os, "sched_getaffinity"),
@@ -1170,7 +1170,7 @@ def test_what_a_system_lacks_is_no_state(monkeypatch: pytest.MonkeyPatch) -> Non
     assert elsewhere.State(CPU).changed() == []
 
 
-def test_the_priority_and_the_cpus_are_those_of_the_process(
+def test_the_priority_and_the_cpus_of_the_process_are_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     priorities, own = {(process_state.os.PRIO_PROCESS, 0): 7}, {0: {3}}
@@ -1227,7 +1227,7 @@ def test_frames_that_a_profiler_holds_for_a_moment_keep_no_result(
     assert memory.expired()
 
 
-def test_what_a_kernel_keeps_is_no_garbage() -> None:
+def test_a_result_that_a_kernel_keeps_is_not_garbage() -> None:
     launches = CheckedLauncher.__new__(CheckedLauncher)
     launches._baseline = False
     kept = Cycle(torch.zeros(8))
@@ -1248,7 +1248,7 @@ class KeepsResults(TorchFunctionMode):
         return self.kept[-1]
 
 
-def test_what_a_mode_of_the_program_keeps_is_no_fault_of_a_kernel() -> None:
+def test_a_result_kept_by_a_mode_of_the_program_is_not_a_kernels_fault() -> None:
     launches = CheckedLauncher.__new__(CheckedLauncher)
     launches._baseline = False
     with KeepsResults() as mode:
@@ -1841,7 +1841,7 @@ def test_so_many_elements_are_compared_at_a_time(limit: int, count: int | None) 
     assert data.at_once == (data_sets.COMPARED if count is None else count)
 
 
-def test_the_second_set_lies_otherwise_in_memory() -> None:
+def test_the_second_set_has_another_memory_layout() -> None:
     data = DataSets(problem(m=6, n=10, k=12), CPU)
     strides = [of.inputs.a.stride() for of in data.sets()]
     assert strides[0] == (12, 1)
@@ -1869,7 +1869,9 @@ def test_both_sets_are_of_the_classes_of_their_operands(layout: Any, aligned: bo
         (None, (), (6, 7)),
     ],
 )  # fmt: skip
-def test_what_of_a_result_is_compared(along: Any, ends: Any, defined: tuple[int, int]) -> None:
+def test_which_part_of_a_result_is_compared(
+    along: Any, ends: Any, defined: tuple[int, int]
+) -> None:
     instance = problem(m=6, n=7, k=8, **({"groups": Groups(2, along)} if along else {}))
     data = DataSets(instance, CPU)
     rows = Rows(torch.tensor(ends), ends, 6) if along else None

@@ -91,7 +91,7 @@ def test_queries_count_against_the_budget(query: str, tmp_path: Path) -> None:
     assert len(noted.kernels) >= 30
 
 
-def test_what_the_budget_left_out_is_tried_when_it_is_asked_for(tmp_path: Path) -> None:
+def test_candidates_that_the_budget_left_out_are_tried_on_request(tmp_path: Path) -> None:
     kernels = [Slow(f"slow.{number}", "configs") for number in range(60)]
     times: dict[Any, float] = {"blas": 10.0, "slow.59": 1.0}
     d, _ = dispatcher(FakeBlas(), *kernels, times=times, root=tmp_path)
@@ -127,7 +127,7 @@ def test_the_first_candidates_are_tried_whatever_the_time(monkeypatch: pytest.Mo
     assert {name for name, _ in found.left} == {f"k.{number}" for number in range(2, 6)}
 
 
-def test_after_the_deadline_nothing_but_blas_is_asked() -> None:
+def test_after_the_deadline_only_blas_is_queried() -> None:
     kernels = [FakeKernel("first", estimate=1.0), FakeBlas(estimate=9.0)]
     late = searched(problem(), kernels, kernels, deadline=Deadline(time.monotonic() - 1))
     assert [c.kernel.name for c in late.first()] == ["blas"]

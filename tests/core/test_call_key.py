@@ -321,7 +321,7 @@ def test_calls_that_differ_in_one_thing_have_a_plan_each(
     assert sum(len(kernel.bound) for kernel in kernels) == 2
 
 
-def test_a_plan_of_a_guess_does_not_answer_where_none_is_allowed(
+def test_a_plan_of_an_untuned_choice_does_not_answer_where_none_is_allowed(
     kernels: tuple[Exact, Exact],
 ) -> None:
     installed(*kernels)
@@ -332,7 +332,7 @@ def test_a_plan_of_a_guess_does_not_answer_where_none_is_allowed(
     make(plain)
 
 
-def test_what_no_kernel_sees_makes_no_plan(kernels: tuple[Exact, Exact]) -> None:
+def test_properties_that_no_kernel_sees_make_no_new_plan(kernels: tuple[Exact, Exact]) -> None:
     installed(*kernels)
     base, rows = bases()["scaled"], tensor(M, 1, dtype=FP32).abs()
     apart = torch.empty(M, 2)[:, :1].copy_(rows)

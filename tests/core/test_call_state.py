@@ -71,7 +71,7 @@ def test_a_kernel_that_raises_is_launched_once(kind: str) -> None:
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("full"), KeyboardInterrupt()])
-def test_what_is_not_the_kernels_fault_is_the_callers_to_see(error: Any) -> None:
+def test_an_exception_that_is_not_the_kernels_fault_reaches_the_caller(error: Any) -> None:
     bad = Raising(error)
     installed(FakeBlas(estimate=50.0), bad)
     for count in (1, 2):

@@ -197,7 +197,7 @@ def test_the_last_word_of_compressed_zero_points_is_padded(n: int, words: int) -
 
 
 @pytest.mark.slow
-def test_what_compressed_tensors_wrote() -> None:
+def test_weights_written_by_compressed_tensors() -> None:
     """The package's own packing, of codes from -8 to 7."""
     helpers = pytest.importorskip("compressed_tensors.compressors.pack_quantized.helpers")
     codes, zero, scale, values = drawn(False)

@@ -54,7 +54,7 @@ def test_these_are_all_the_requirements() -> None:
 @pytest.mark.parametrize("requirement", REQUIREMENTS)
 @pytest.mark.parametrize("m", [256, 250])
 @pytest.mark.slow(quick=6)
-def test_a_remembered_choice_is_held_against_what_is_required(requirement: str, m: int) -> None:
+def test_a_remembered_choice_is_checked_against_requirements(requirement: str, m: int) -> None:
     d, _ = loose_and_firm(requirement)
     one = settings()
     required = problem(m=m, **{requirement: True})
@@ -128,7 +128,7 @@ def test_a_quarantine_holds_for_the_bucket(requirements: dict[str, bool]) -> Non
         assert "fast" not in d.rejections(problem(m=m), one)
 
 
-def test_what_was_required_when_it_failed_does_not_matter() -> None:
+def test_requirements_at_the_failure_do_not_matter() -> None:
     d, _ = dispatcher(FakeBlas(), FakeKernel("fast"), times={"fast": 5.0, "blas": 20.0})
     one = settings()
     choice = d.choose(problem(), one)
@@ -137,7 +137,7 @@ def test_what_was_required_when_it_failed_does_not_matter() -> None:
     assert name(d.choose(problem(), one)) == "blas"
 
 
-def test_an_exact_record_does_not_bring_back_what_is_quarantined(tmp_path: Path) -> None:
+def test_an_exact_record_does_not_bring_back_a_quarantined_kernel(tmp_path: Path) -> None:
     kernels = FakeBlas(), FakeKernel("fast")
     d, _ = dispatcher(*kernels, times={"fast": 5.0, "blas": 20.0}, root=tmp_path)
     one = settings()
@@ -161,7 +161,7 @@ def record(problem: Problem, winner: int, *candidates: CandidateResult) -> Tunin
 
 
 @pytest.mark.parametrize("m", [64, 63])
-def test_an_adopted_record_goes_before_what_was_chosen(m: int) -> None:
+def test_an_adopted_record_replaces_earlier_choices(m: int) -> None:
     """Else ranks that have chosen already differ from those that have not."""
     d, timer = dispatcher(FakeBlas(), FakeKernel("fast"), times={"fast": 5.0, "blas": 20.0})
     one = settings()
@@ -189,7 +189,7 @@ def test_an_adopted_record_is_a_neighbour_at_once() -> None:
     assert (near.origin, name(near)) == ("neighbour", "fast")
 
 
-def test_tuning_goes_before_what_was_chosen() -> None:
+def test_tuning_replaces_earlier_choices() -> None:
     d, timer = dispatcher(FakeBlas(), FakeKernel("fast"), times={"fast": 5.0, "blas": 20.0})
     one = settings()
     assert name(d.choose(problem(), one)) == "fast"
@@ -199,7 +199,7 @@ def test_tuning_goes_before_what_was_chosen() -> None:
     assert name(d.choose(problem(), one)) == "blas"
 
 
-def test_a_guess_does_not_outlive_its_settings() -> None:
+def test_an_untuned_choice_does_not_outlive_its_settings() -> None:
     d, _ = dispatcher(FakeBlas(), FakeKernel("fast"), times={"fast": 5.0, "blas": 20.0})
     guess, one = settings(on_cache_miss="heuristic"), settings()
     assert name(d.choose(problem(), guess)) == "blas"

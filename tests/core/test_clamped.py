@@ -61,7 +61,7 @@ def test_by_its_name() -> None:
     assert halves.key != CLAMPED.key
 
 
-def test_what_it_cannot_be() -> None:
+def test_invalid_combinations_are_refused() -> None:
     with pytest.raises(ValueError, match="interleaved but not gated"):
         Epilogue("wrong", torch.sin, interleaved=True)
     with pytest.raises(ValueError, match="takes no derivative"):

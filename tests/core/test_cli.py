@@ -85,7 +85,7 @@ def test_every_command_has_a_module_and_the_line_of_help() -> None:
 # -- kernels -----------------------------------------------------------------------------
 
 
-def test_kernels_lists_what_is_used_and_what_is_not(capsys: pytest.CaptureFixture[str]) -> None:
+def test_kernels_lists_used_and_unused_kernels(capsys: pytest.CaptureFixture[str]) -> None:
     listed = {info["name"]: info for info in run_json(capsys, "kernels")}
     version = dispatch.default_dispatcher().registry.kernel("blas").version
     assert listed["blas"]["version"] == version
@@ -264,7 +264,7 @@ def test_tune_saves_a_record_of_the_very_problem(capsys: pytest.CaptureFixture[s
     assert all(record.best.error is not None for record in records())
 
 
-def test_tune_leaves_what_is_on_record_unless_forced(capsys: pytest.CaptureFixture[str]) -> None:
+def test_tune_keeps_existing_records_unless_forced(capsys: pytest.CaptureFixture[str]) -> None:
     argv = ("tune", "32x32x32", "--dtype", "fp32", *CPU)
     assert run_json(capsys, *argv)[0]["status"] == "tuned"
     (first,) = records()
@@ -351,7 +351,7 @@ def test_scales_are_for_8_bits(capsys: pytest.CaptureFixture[str]) -> None:
     assert "16×16×32 float8_e5m2→bfloat16 nn scales tensor·tensor" in shown
 
 
-def test_an_interrupted_tune_keeps_what_is_done(
+def test_an_interrupted_tune_keeps_its_records(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     real = tmm_core.tune
@@ -617,7 +617,7 @@ def test_doctor_finds_a_cache_that_cannot_be_written(
     assert layer["text"] == f"{tmp_path / 'baked'} is not a readable folder"
 
 
-def test_doctor_finds_kernels_that_lie_or_fall(capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_finds_kernels_that_are_wrong_or_fail(capsys: pytest.CaptureFixture[str]) -> None:
     def unwritten(out: torch.Tensor) -> torch.Tensor:
         out = out.clone()
         out[-1, -1] = float("nan")

@@ -45,7 +45,7 @@ def tunes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("clock", CLOCKS)
-def test_times_that_are_none_are_one_warning(clock: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_times_give_one_warning(clock: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is recorded, and ``tune`` raises the warning's text."""
     installed(FakeBlas(), FakeKernel("fast"))
     dispatch.default_dispatcher().tuner = Tuner(HostTimer())

@@ -228,7 +228,7 @@ def test_a_formats_fields_count_where_its_functions_are_tmms() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # of a process with threads
-def test_forked_children_share_no_identity(site: Path) -> None:
+def test_forked_children_have_separate_identities(site: Path) -> None:
     """Each child's kernel would pass for the one that another child verified."""
 
     def identities() -> str:
@@ -250,7 +250,7 @@ def test_forked_children_share_no_identity(site: Path) -> None:
     assert len({*itertools.chain(*found)}) == 9
 
 
-def test_a_script_is_no_file_of_an_interactive_session(
+def test_a_script_is_not_the_file_of_an_interactive_session(
     site: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Editors run cells of a script under a name of their own."""
@@ -377,7 +377,7 @@ def test_a_compiled_module_without_source_and_a_linked_folder_count(site: Path) 
     assert own().version != before
 
 
-def test_what_a_distribution_installs_beside_its_package_counts(site: Path) -> None:
+def test_other_files_of_a_distribution_count(site: Path) -> None:
     record = site / "stranger-1.0.dist-info/RECORD"
     record.write_text("stranger/kernel.py,,\nstranger_cuda.so,,\nstranger-1.0.dist-info/RECORD,,\n")
     plain = version_of(own(), "7")
@@ -396,7 +396,7 @@ def test_what_a_distribution_installs_beside_its_package_counts(site: Path) -> N
     assert version("two") != before == version("one")
 
 
-def test_what_installers_write_and_what_is_counted_already_is_not_beside(site: Path) -> None:
+def test_files_of_installers_and_of_counted_packages_do_not_count_again(site: Path) -> None:
     (site / "stranger-1.0.dist-info/RECORD").write_text(
         "".join(
             f"{name},,\n"
@@ -458,7 +458,7 @@ def test_a_version_that_fits_in_a_record_is_written_out(site: Path) -> None:
     assert len(version_of(kernel, fitting + "7")) == 12
 
 
-def test_files_of_the_interpreter_and_of_editors_are_no_part(site: Path) -> None:
+def test_files_of_the_interpreter_and_of_editors_do_not_count(site: Path) -> None:
     before = own().version
     for name in ("__pycache__/kernel.cpython-39.pyc", ".kernel.py.swp/x"):
         (site / "stranger" / name).parent.mkdir(exist_ok=True)
@@ -488,7 +488,7 @@ def test_files_are_read_once(site: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert own().version == before
 
 
-def test_what_exceeds_the_limit_counts_by_size_and_time(
+def test_files_beyond_the_limit_count_by_size_and_time(
     site: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     code._digest.cache_clear()
@@ -501,7 +501,7 @@ def test_what_exceeds_the_limit_counts_by_size_and_time(
     code._digest.cache_clear()
 
 
-def test_the_place_of_a_package_is_no_part_of_its_version(site: Path) -> None:
+def test_the_folder_of_a_package_does_not_affect_its_version(site: Path) -> None:
     before = own().version
     forget_modules()
     moved = site.parent.parent / "other" / "site-packages"

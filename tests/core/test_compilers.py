@@ -197,7 +197,7 @@ def test_hanging_candidates_share_their_limit(server: Compilers, installed: Any)
 
 
 @pytest.mark.slow
-def test_what_hangs_keeps_no_other_kernel_waiting(
+def test_a_config_that_hangs_delays_no_other_kernel(
     installed: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """There are workers for two configs that hang, in addition to those that the cores need."""
@@ -210,7 +210,7 @@ def test_what_hangs_keeps_no_other_kernel_waiting(
 
 
 @pytest.mark.slow
-def test_what_is_given_up_is_killed(server: Compilers, installed: Any) -> None:
+def test_an_abandoned_compilation_is_killed(server: Compilers, installed: Any) -> None:
     hung = [server.submit(problem(), candidate(installed.kernel, 2)) for _ in range(4)]
     kept = server.submit(problem(), candidate(installed.kernel, 8))
     begun(2)
@@ -256,7 +256,7 @@ def test_closing_ends_every_process_and_leaves_no_file(
 @pytest.mark.parametrize(
     "why", ["version", "kernel", "epilogue", "config", "interpreted", "nothing to compile"]
 )
-def test_what_the_server_does_not_have_is_left_to_bind(
+def test_a_kernel_that_the_server_lacks_is_left_to_bind(
     why: str, server: Compilers, installed: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kernel, instance = installed.kernel, problem()
@@ -357,7 +357,7 @@ def test_where_no_server_can_be_all_is_left_to_bind(
     made.close()
 
 
-def test_nobody_waits_to_send_jobs_to_a_server_that_still_starts(
+def test_no_call_waits_to_send_jobs_to_a_starting_server(
     installed: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its socket holds some of them. In the background a call of the model waited for seconds."""
@@ -392,9 +392,7 @@ def test_a_program_with_python_in_it_is_not_started_again(
 
 
 @pytest.mark.slow
-def test_the_server_ends_when_nobody_needs_it(
-    installed: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unused_server_ends(installed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     patch = "import tmm_core.tuning.pool_host as s\n"
     patch += "s.IDLE_LIMIT = 0.2\ns._LOOK = 0.1\ns.main()\n"
     monkeypatch.setattr(compile_pool, "_program", lambda folder: ["-c", patch])
@@ -413,7 +411,7 @@ def test_the_server_ends_when_nobody_needs_it(
     made.close()
 
 
-def test_the_tuner_binds_what_compiled_and_records_why_not(
+def test_the_tuner_binds_compiled_candidates_and_records_other_reasons(
     server: Compilers, installed: Any
 ) -> None:
     kernel = installed.Compiled("compiled.one", tiles=(1, 3, 4, 5, 7))
@@ -483,7 +481,7 @@ def test_no_verdict_of_a_killed_compiler_or_a_full_disk(
     assert left.cause == ("hung" if tile == 4 else "passing")
 
 
-def test_what_is_prepared_is_compiled_once(server: Compilers, installed: Any) -> None:
+def test_prepared_candidates_are_compiled_once(server: Compilers, installed: Any) -> None:
     server.submit(problem(), candidate(installed.kernel, 1)).result(timeout=60)
     kernels = [FakeBlas(), installed.Compiled("compiled.one", tiles=(8, 1))]
     tuner = Tuner(FakeTimer({"compiled.one": 5.0, "blas": 10.0}), compilers=server)

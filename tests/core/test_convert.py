@@ -347,7 +347,7 @@ CHANGES = (
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 @pytest.mark.slow(quick=6)
-def test_what_changes_later_changes_the_result_as_before(kind: Any, change: Any) -> None:
+def test_a_later_change_has_its_usual_effect(kind: Any, change: Any) -> None:
     if kind is Joint and change is tied:
         pytest.skip("the first layer is twice as wide")
     converted, original = twins(kind)
@@ -468,7 +468,7 @@ def test_threads_that_reach_in_while_others_call() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.slow
-def test_compiled_models_see_what_changes(kind: Any) -> None:
+def test_compiled_models_see_later_changes(kind: Any) -> None:
     torch._dynamo.reset()
     converted, original = twins(kind)
     compiled = torch.compile(converted, backend="eager", fullgraph=True)
@@ -616,7 +616,7 @@ NOT_SHOWN += (OfHistory, OfSets, OfErrors, OfChildren, OfDecorators, OfModules, 
 
 
 @pytest.mark.parametrize("kind", NOT_SHOWN)
-def test_a_forward_that_decides_by_what_no_trace_shows_keeps_itself(kind: Any) -> None:
+def test_a_forward_that_depends_on_untraced_state_is_kept(kind: Any) -> None:
     model = kind()
     report = convert(model)
     assert [change.kind for change in report.changes] == ["linear", "linear"]
@@ -692,7 +692,7 @@ class Optional(nn.Module):
 
 
 @pytest.mark.parametrize("name", ["norm", "gamma", "shift"])
-def test_what_a_forward_does_without_may_be_removed(name: str, products: list[str]) -> None:
+def test_optional_parts_of_a_forward_may_be_removed(name: str, products: list[str]) -> None:
     converted, original = twins(Optional)
     x, removed = randn(5, 12), getattr(converted, name)
     before = original(x)
@@ -754,7 +754,7 @@ class Same(Joint):
 
 
 @pytest.mark.parametrize("kind", [SecondHalf, ThirdUse, OtherDimension, Same])
-def test_halves_that_are_no_gate_and_up_stay_apart(kind: Any, products: list[str]) -> None:
+def test_halves_that_are_not_gate_and_up_stay_apart(kind: Any, products: list[str]) -> None:
     torch.manual_seed(0)
     original = kind()
     converted, x = copy.deepcopy(original), randn(6, 12)
@@ -781,7 +781,7 @@ def _part_of_more(layer: nn.Linear) -> None:
     [_part_of_more, nn.Linear.double, nn.Linear.half],
     ids=["part_of_more", "double", "half"],
 )
-def test_a_gate_and_up_that_cannot_lie_side_by_side_stay_apart(change: Any) -> None:
+def test_a_gate_and_up_that_cannot_be_adjacent_stay_apart(change: Any) -> None:
     for name in ("fc1", "up"):
         model = Gated()
         change(getattr(model, name))
@@ -912,7 +912,7 @@ def test_a_shared_linear_is_listed_once() -> None:
     assert not report.not_fused
 
 
-def test_known_constants_do_not_spoil_a_proof(products: list[str]) -> None:
+def test_known_constants_do_not_prevent_a_proof(products: list[str]) -> None:
     class Python(Pair):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             y = self.act(self.fc1(x * math.sqrt(2.0)))

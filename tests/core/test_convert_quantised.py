@@ -148,7 +148,7 @@ def test_a_row_of_zeros_and_an_unknown_format() -> None:
 
 
 @pytest.mark.parametrize("name", ["int8", "fp8", "int4", "int4_signed", "mxfp4", "mxfp8", "nvfp4"])
-def test_every_format_and_what_no_format_serves(name: str) -> None:
+def test_every_format_and_layers_that_no_format_serves(name: str) -> None:
     """Layers of float64 and of a K without whole groups stay as they were, and compute."""
     model = nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 32))
     x = torch.randn(5, 64)
@@ -195,7 +195,7 @@ def test_an_fp8_linear_whose_weight_is_stored_otherwise(dtype: torch.dtype) -> N
     assert str(fp8_linear.unfit(layer)).startswith("its scales are not supported (")
 
 
-def test_scales_that_are_no_exponents_are_numbers() -> None:
+def test_scales_that_are_not_exponents_are_numbers() -> None:
     from tmm_core.nn import stored_weights
 
     numbers = torch.tensor([0.5, 2.0, 3.0])

@@ -27,7 +27,7 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.parametrize("family", ["Mixtral", "Bert", "Phi3"])
-def test_a_row_is_what_convert_does(family: str, script: Any) -> None:
+def test_a_row_equals_the_effect_of_convert(family: str, script: Any) -> None:
     row = script.row(family)
     assert str(row) in script.PAGE.read_text(encoding="utf-8").splitlines()
     assert row.tmm > row.torch > 0

@@ -182,7 +182,7 @@ def test_a_first_call_leaves_its_caller_alone(
         assert held() is None
 
 
-def test_nor_does_a_kept_fault_hold_what_the_caller_was_handling() -> None:
+def test_a_kept_fault_does_not_hold_the_exception_that_the_caller_handles() -> None:
     def call() -> None:
         try:
             raise OSError("the caller's own")

@@ -89,7 +89,7 @@ def test_a_condition_names_programs(condition: str) -> None:
         ("1;2", "'1;2'"),
     ],
 )
-def test_a_malformed_condition_says_what_is_wrong(text: str, complaint: str) -> None:
+def test_a_malformed_condition_names_the_invalid_term(text: str, complaint: str) -> None:
     with pytest.raises(ValueError) as caught:
         parse_condition(text)
     assert complaint in str(caught.value)
@@ -148,7 +148,7 @@ def test_a_malformed_condition_fails_the_launch() -> None:
 
 
 @pytest.mark.slow
-def test_what_compiles(tmp_path: Path) -> None:
+def test_which_conditions_compile(tmp_path: Path) -> None:
     """Needs its own process: whether Triton interprets is decided when it is imported."""
     script = f"""
     import traceback
@@ -220,7 +220,7 @@ def test_tensors_need_a_gpu_unless_interpreted(monkeypatch: pytest.MonkeyPatch) 
         check_tensors_ready(torch.zeros(2))
 
 
-def test_something_else_than_a_tensor_is_no_tensor() -> None:
+def test_an_argument_that_is_not_a_tensor_is_refused() -> None:
     with pytest.raises(TypeError, match="argument 0 is a list, not a tensor"):
         check_tensors_ready([1.0])  # type: ignore[arg-type]
 
@@ -235,7 +235,7 @@ def test_importing_the_package_imports_neither_triton_nor_pytest(tmp_path: Path)
     assert done.stdout.strip() == "[]"
 
 
-def test_the_package_has_what_it_lists() -> None:
+def test_the_package_has_all_listed_names() -> None:
     from tmm_core import testing
 
     for name in testing.__all__:

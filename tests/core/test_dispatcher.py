@@ -384,7 +384,7 @@ def test_a_config_of_blas_on_record_that_does_not_bind_costs_the_record(
     assert choice.candidate.kernel.name == "k"  # the next on record
 
 
-def test_error_on_a_miss_says_what_to_do() -> None:
+def test_the_error_of_a_miss_gives_advice() -> None:
     d, _ = dispatcher(FakeBlas(), FakeKernel("fast"))
     with pytest.raises(CacheMissError, match="tmm tune"):
         d.choose(problem(), settings(on_cache_miss="error"))
@@ -403,7 +403,7 @@ def test_a_neighbours_record_has_priority_over_blas(tmp_path: Path) -> None:
     assert d.choose(problem(m=100, tf32=True), untuned).origin == "fallback"  # another kind
 
 
-def test_a_neighbours_winner_must_look_good_here_too(tmp_path: Path) -> None:
+def test_a_neighbours_winner_must_have_a_good_estimate_here(tmp_path: Path) -> None:
     """Tiles that fill the GPU there may leave most of it idle here."""
 
     class Wide(FakeKernel):
@@ -593,7 +593,7 @@ def test_explain_shows_the_clock_and_every_m_of_a_record(tmp_path: Path) -> None
     assert {"33": 7.25, "49": 8.5} in [c.get("inside_us") for c in document["candidates"]]
 
 
-def test_explain_shows_what_is_slower_than_blas_in_steady_state(tmp_path: Path) -> None:
+def test_explain_shows_candidates_slower_than_blas_in_steady_state(tmp_path: Path) -> None:
     d, _ = dispatcher(
         FakeBlas(), FakeKernel("fast"), times={"blas": 20.0, "fast": 10.0}, root=tmp_path
     )
@@ -635,7 +635,7 @@ def test_problem_json_round_trip() -> None:
     assert Problem.from_json(p.to_json(), DEVICE, parse(p.to_json()["epilogue"])) == p
 
 
-def test_a_locked_store_answers_alone_and_a_miss_says_what_to_do(
+def test_only_a_locked_store_answers_and_a_miss_gives_advice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     d, _ = dispatcher(FakeBlas(), FakeKernel("fast"), times=FAST, root=tmp_path)

@@ -272,7 +272,7 @@ def sharded_in(mode: str) -> bool:
 
 
 @pytest.mark.parametrize("mode", ["inference_mode", "no_grad", "enable_grad"])
-def test_a_sharded_gated_mlp_learns_after_inference(world: World, mode: str) -> None:
+def test_a_sharded_gated_mlp_trains_after_inference(world: World, mode: str) -> None:
     assert all(world.run(sharded_in, mode))
 
 
@@ -910,7 +910,9 @@ def fail_on_rank_1(root: str) -> Tuned:
 
 
 @pytest.mark.slow
-def test_what_one_rank_cannot_measure_another_does(world: World, tmp_path: Path) -> None:
+def test_a_problem_that_one_rank_cannot_measure_is_measured_by_another(
+    world: World, tmp_path: Path
+) -> None:
     outcomes = world.run(fail_on_rank_1, f"{tmp_path}/{{rank}}")
     agree(outcomes, "xxxyxx")
     assert [outcome.measured for outcome in outcomes] == [[0, 1, 4], [], [2, 5], [3]]
@@ -975,7 +977,7 @@ def test_without_ranks_it_is_the_plain_tune(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.slow
-def test_the_example_learns_alike_with_and_without(tmp_path: Path) -> None:
+def test_the_example_trains_equally_with_and_without_tmm(tmp_path: Path) -> None:
     """docs/shard.md shows this command."""
     page = (ROOT / "docs" / "shard.md").read_text("utf-8").replace("\\\n", "")
     (command,) = re.findall(r"^torchrun (.* examples/tensor_parallel_swiglu\.py .*)$", page, re.M)
@@ -1027,7 +1029,7 @@ def multiplied_and_listed() -> tuple[set[str], set[str]]:
 
 
 @pytest.mark.slow
-def test_the_example_tunes_what_it_multiplies(mortals: World) -> None:
+def test_the_example_tunes_its_own_products(mortals: World) -> None:
     # Not on the ranks that tuned: their dispatchers are fakes.
     for multiplied, listed in mortals.run(multiplied_and_listed):
         assert multiplied == listed
@@ -1044,5 +1046,5 @@ def experts_apart() -> float:
 
 
 @pytest.mark.slow
-def test_experts_divided_among_ranks_are_those_of_one(mortals: World) -> None:
+def test_experts_divided_among_ranks_equal_one_ranks(mortals: World) -> None:
     assert max(mortals.run(experts_apart)) < 1e-5

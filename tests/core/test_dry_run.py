@@ -33,7 +33,7 @@ def test_a_miss_that_would_be_tuned_says_so_and_measures_nothing(tmp_path: Path)
     assert not list(tmp_path.rglob("*.json*"))  # neither a record nor a miss
 
 
-def test_what_it_says_is_what_the_call_does(tmp_path: Path) -> None:
+def test_the_dry_run_agrees_with_the_call(tmp_path: Path) -> None:
     d, timer = dispatcher(FakeBlas(), FakeKernel("fast"), times=TIMES, root=tmp_path)
     why = explained(d, on_cache_miss="error")
     assert why.origin == "error"
@@ -62,7 +62,7 @@ def test_a_record_that_lacks_a_kernel_would_be_completed(tmp_path: Path) -> None
     assert explained(more, on_cache_miss="error").kernel == "fast"
 
 
-def test_what_the_process_has_chosen_already_is_no_miss(tmp_path: Path) -> None:
+def test_a_problem_with_an_earlier_choice_is_not_a_miss(tmp_path: Path) -> None:
     d, _ = dispatcher(FakeBlas(), FakeKernel("fast"), times=TIMES, root=tmp_path)
     mine = settings()
     d.choose(problem(), mine)

@@ -201,7 +201,7 @@ REFUSED: dict[str, Callable[[], Tensor]] = {
 
 
 @pytest.mark.parametrize("call", REFUSED)
-def test_what_torch_refuses_raises_torchs_error(sums: Sums, call: str) -> None:
+def test_a_call_that_torch_refuses_raises_torchs_error(sums: Sums, call: str) -> None:
     with pytest.raises((RuntimeError, IndexError, ValueError)) as wanted:
         REFUSED[call]()
     with enable():
@@ -229,7 +229,7 @@ def test_scaled_vectors_are_torchs() -> None:
     assert aten_calls.scaled_call(a8[None], a8, rows, rows, **given) is None
 
 
-def test_what_tmm_does_not_express_is_torchs(sums: Sums) -> None:
+def test_calls_that_tmm_cannot_express_are_left_to_torch(sums: Sums) -> None:
     a, b, c = torch.randn(5, 7), torch.randn(7, 3), torch.randn(5, 3)
     odd = torch.randn(36)[1:].view(5, 7)  # not on 16 bytes
     cases: list[tuple[Callable[..., Tensor], tuple[Any, ...], dict[str, Any]]] = [
@@ -396,7 +396,7 @@ def test_vmap_autocast_inference_and_deterministic_mode(sums: Sums) -> None:
         assert sums.launched > launched
 
 
-def test_deterministic_mode_leaves_out_what_is_not() -> None:
+def test_deterministic_mode_leaves_out_nondeterministic_kernels() -> None:
     kernel = Sums(traits=tmm_core.Traits(deterministic=False))
     installed(FakeBlas(estimate=100.0), kernel)
     a, b = torch.randn(3, 4), torch.randn(4, 2)
@@ -425,7 +425,7 @@ def test_checkpointing_and_hooks(sums: Sums) -> None:
     torch.testing.assert_close(own, theirs)
 
 
-def test_dispatch_modes_and_subclasses_see_what_they_saw(sums: Sums) -> None:
+def test_dispatch_modes_and_subclasses_see_the_same_calls(sums: Sums) -> None:
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils.flop_counter import FlopCounterMode
 
@@ -529,7 +529,7 @@ def test_disable_restores_torch_bit_for_bit(sums: Sums) -> None:
     tmm_core.disable()
 
 
-def test_blocks_nest_and_restore_what_was_in_force(sums: Sums) -> None:
+def test_nested_blocks_restore_the_outer_state(sums: Sums) -> None:
     a, b, c = torch.randn(3, 4), torch.randn(4, 2), torch.randn(2)
     enable(ops=["mm"])
     a @ b
@@ -880,7 +880,7 @@ def test_threads(sums: Sums) -> None:
     assert not failures
 
 
-def test_what_torch_answers_for_good_is_passed_on_by_a_part_of_the_key() -> None:
+def test_calls_left_to_torch_for_good_are_passed_on_by_a_part_of_the_key() -> None:
     sums = Sums(against=lambda p: ["transposed"] if p.a.layout == "col" else [])
     installed(FakeBlas(estimate=100.0), sums)
     a, b, c, out = (torch.randn(4, 4) for _ in range(4))
@@ -1019,7 +1019,7 @@ def test_the_host_is_slowed_only_where_it_is_the_limit(limits: Any) -> None:
         assert tmm_core.enabled_report().operators["mm"].left
 
 
-def test_choosing_kernels_is_no_cost_of_passing_on(limits: Any) -> None:
+def test_choosing_kernels_does_not_count_as_passing_on(limits: Any) -> None:
     _small_ones(0.0)
     with enable():
         for m in range(5, 45):
@@ -1028,7 +1028,7 @@ def test_choosing_kernels_is_no_cost_of_passing_on(limits: Any) -> None:
     assert (report.left, report.slowed, report.calls) == ("", 0, {"torch": 40})
 
 
-def test_what_was_left_is_answered_again_once_there_is_a_record(limits: Any) -> None:
+def test_an_operator_left_to_torch_is_answered_again_once_there_is_a_record(limits: Any) -> None:
     kernel = Sums()
     made, _ = dispatcher(FakeBlas(), kernel, times={"blas": 10.0, "sums": 4.0})
     dispatch.default_dispatcher.made = made
@@ -1072,7 +1072,7 @@ class Queue:
         return self.done
 
 
-def test_a_sample_asks_whether_the_gpu_reached_the_last_call(
+def test_a_sample_queries_whether_the_gpu_reached_the_last_call(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     queue, reviews = Queue(monkeypatch), []
@@ -1199,7 +1199,7 @@ def test_without_cuda_nothing_is_answered() -> None:
         assert "no operator of this torch" in str(tmm_core.enabled_report())
 
 
-def test_a_review_measures_with_calls_that_are_no_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_of_a_review_are_not_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
     """The measurement calls operators that are answered here, as on a CPU: each of its calls would
     wait for the review that it is part of."""
     monkeypatch.setattr(host_bound.Pace, "_limits", lambda pace, t: (True, True))

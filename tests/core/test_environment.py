@@ -161,7 +161,7 @@ def test_faults_of_the_kernel_are_distinguished_from_the_environments(
     assert cause_of(within(PluginError("kernel 'k': bind raised it"), made())) is None
 
 
-def test_what_the_caller_handles_is_not_the_kernels_cause() -> None:
+def test_an_exception_that_the_caller_handles_is_not_the_kernels_cause() -> None:
     """A caller may compute in an ``except`` block; the handled exception has nothing to do with the
     kernel's."""
 
@@ -179,7 +179,7 @@ def test_what_the_caller_handles_is_not_the_kernels_cause() -> None:
     assert cause_of(error) is None
 
 
-def test_what_a_kernel_handles_is_its_cause_and_loops_end() -> None:
+def test_an_exception_that_a_kernel_handles_is_its_cause_and_loops_end() -> None:
     def kernel() -> None:
         try:
             raise OSError(errno.ENOSPC, "No space left on device")
@@ -329,7 +329,7 @@ def test_this_process_too_tries_again_once_it_is_repaired(
     assert len(forgotten) == 1
 
 
-def test_asking_for_tuning_tries_what_a_call_does_not(tmp_path: Path) -> None:
+def test_an_explicit_tuning_tries_kernels_that_a_call_does_not(tmp_path: Path) -> None:
     fast = Broken("fast", no_ptxas)
     d, _ = process(tmp_path, fast)
     with pytest.warns(TmmWarning, match="Cannot find ptxas"):
@@ -385,7 +385,7 @@ def test_some_configs_out_of_memory_are_tried_again(tmp_path: Path) -> None:
     assert d.choose(problem(), settings()).candidate.config.tile == 2
 
 
-def test_blas_out_of_memory_is_no_record(tmp_path: Path) -> None:
+def test_a_tuning_where_blas_lacks_memory_stores_no_record(tmp_path: Path) -> None:
     """Otherwise kernels would win for good because BLAS once had no memory."""
     blas = FakeBlas(bind_error=MemoryError("no memory"))
     d, _ = dispatcher(blas, FakeKernel("fast"), times=FAST, root=tmp_path)
@@ -507,7 +507,7 @@ def test_verdicts_on_record_stay() -> None:
     assert alike([BLAS, failed("one", "x 1"), failed("two", "x 2")])
 
 
-def test_a_note_survives_what_others_write(tmp_path: Path) -> None:
+def test_a_note_survives_other_lines_in_its_file(tmp_path: Path) -> None:
     """Any JSON may stand in the file; it costs the note."""
     d, _ = process(tmp_path)
     notes = Notes("untried", [DEVICE.gpu, DEVICE.environment], tmp_path)
@@ -649,7 +649,7 @@ def test_kernels_that_decline_without_a_toolchain_are_reported_at_the_first_call
         assert "tmm doctor" in text
 
 
-def test_the_doctor_shows_what_is_untried_and_why(
+def test_the_doctor_shows_untried_kernels_and_the_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cpu = torch.device("cpu")
@@ -699,7 +699,7 @@ def test_the_doctor_shows_the_toolchain(tmp_path: Path, monkeypatch: pytest.Monk
     assert "free some space" in part("temporary folder").advice
 
 
-def test_the_tune_command_counts_what_is_untried() -> None:
+def test_the_tune_command_counts_untried_kernels() -> None:
     outcome = {
         "problem": "p", "status": "tuned", "kernel": "blas", "config": {}, "median_us": 10.0,
         "blas_us": 10.0, "candidates": {"ok": 1}, "seconds": 1.0,
@@ -745,7 +745,7 @@ def test_a_plugins_fault_in_tuning_is_one_warning(fault: Any, words: str, tmp_pa
     assert "tmm doctor" in message
 
 
-def test_a_refusal_is_no_fault(tmp_path: Path) -> None:
+def test_a_refusal_is_not_a_fault(tmp_path: Path) -> None:
     """A kernel may find out in ``bind`` that a config does not fit."""
     d, _ = process(tmp_path, Broken("fast", lambda: ConfigError("BLOCK_M is too large")))
     assert chosen(d) == "blas"

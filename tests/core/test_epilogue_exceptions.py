@@ -103,7 +103,7 @@ def test_a_kernels_own_exception_is_held_back() -> None:
         made.bound(problem, settings(kernel="leaving"))
 
 
-def test_only_what_passed_through_the_calls_code() -> None:
+def test_only_exceptions_that_passed_through_the_calls_code() -> None:
     """An ``Exception`` is a fault wherever it comes from: it ends no process."""
 
     @of_the_call

@@ -181,7 +181,7 @@ def test_a_closure_variable_that_changes_is_another_epilogue() -> None:
     assert device_function(kept).fn.__globals__["rate"].value == 2.0
 
 
-def test_what_is_no_device_function_is_refused() -> None:
+def test_an_invalid_device_function_is_refused() -> None:
     with pytest.raises(TypeError, match="'module:f' is no device function"):
         Epilogue("mine", torch.sin, device="module:f")
     with pytest.raises(TypeError, match="3 is no device function"):

@@ -221,7 +221,7 @@ def test_in_the_background_it_is_raced_by_later_calls(tmp_path: Path) -> None:
     assert {300, 302, 304} <= set(record.best.inside_us)
 
 
-def test_the_benchmark_reports_what_a_race_costs_and_gains(
+def test_the_benchmark_reports_the_cost_and_gain_of_a_race(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "0")

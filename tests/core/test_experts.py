@@ -236,7 +236,7 @@ def interface(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("interface")
 @pytest.mark.parametrize("name", ["has_gate", "is_transposed"])
-def test_a_layer_that_their_decorator_did_not_describe_is_none(name: str) -> None:
+def test_a_layer_without_the_decorators_description_is_not_an_expert_layer(name: str) -> None:
     described = {"has_gate": True, "is_transposed": False}
 
     class Layer(nn.Module):
@@ -395,7 +395,7 @@ class LookingGate(Clamped):
 
 @pytest.mark.usefixtures("interface")
 @pytest.mark.parametrize("part", ["activation", "activation of experts", "gate"])
-def test_what_is_looked_at_in_a_call_disturbs_no_other_thread(part: str) -> None:
+def test_an_examination_during_a_call_disturbs_no_other_thread(part: str) -> None:
     SEEN.clear()
     usual = nn.Module.__call__
     if part == "activation":
@@ -440,7 +440,7 @@ def halved(gate: Tensor, up: Tensor) -> Tensor:
     return gate * up / 2
 
 
-def test_an_epilogue_of_ones_own_survives_a_pickle() -> None:
+def test_a_users_epilogue_survives_a_pickle() -> None:
     layer = Experts(4, 16, 12, tmm_core.Epilogue("halved", halved, gated=True))
     x, chosen = torch.randn(5, 16), torch.tensor([[0, 2], [1, 0], [2, 3], [3, 1], [0, 1]])
     expected = layer(x, chosen, torch.full((5, 2), 0.5))

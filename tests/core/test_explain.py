@@ -48,7 +48,7 @@ def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
         (("8x8x8", "--device", "cpu", "--why"), "--why: blas describes no tiles"),
     ],
 )
-def test_what_cannot_be_is_refused(
+def test_impossible_options_are_refused(
     capsys: pytest.CaptureFixture[str], argv: tuple[str, ...], message: str
 ) -> None:
     assert message in refused(capsys, *argv)

@@ -94,7 +94,7 @@ def tuned(kernel: Any, **fields: Any) -> dict[int, Any]:
 
 
 @pytest.mark.slow
-def test_what_a_first_launch_does_costs_its_candidate(
+def test_a_faulty_first_launch_costs_its_candidate(
     installed: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(first_launch, "LAUNCH_LIMIT", 3.0)

@@ -101,7 +101,7 @@ def test_completing_a_forged_record_does_not_make_it_trusted(tmp_path: Path, hel
         assert "exceeds" in d.rejections(problem(), settings())["second"][0]
 
 
-def test_completing_ones_own_record_verifies_nothing_again(tmp_path: Path) -> None:
+def test_completing_an_own_record_verifies_nothing_again(tmp_path: Path) -> None:
     shipped(tmp_path)
     registry = Registry()
     kernel = Counting()

@@ -272,7 +272,7 @@ def test_codes_are_packed_along_k_the_lowest_bits_first(name: str, along: int) -
 @pytest.mark.parametrize("block", [(0, 0), (1, 0), (1, 2), (2, 4), (3, 4), (2, 3), (5, 1), (9, 9)])
 @pytest.mark.parametrize("along", [-1, -2])
 @pytest.mark.parametrize("lead", [(), (2,)])
-def test_values_are_those_of_a_simple_model(
+def test_values_equal_a_simple_models(
     block: grids.Block, along: int, lead: tuple[int, ...]
 ) -> None:
     """The model works element by element. Blocks may be longer than a matrix, or not divide it."""

@@ -163,7 +163,9 @@ A, B = eight_bit(8, 32), eight_bit(32, 4)
         ({"epilogue": "swiglu", "scale_b": torch.ones(1, 2)}, ValueError, r"shape \(1, 4\)"),
     ],
 )
-def test_what_does_not_fit(arguments: Any, error: type[Exception], text: str) -> None:
+def test_operands_that_do_not_fit_are_refused(
+    arguments: Any, error: type[Exception], text: str
+) -> None:
     for call in (tmm_core.matmul, tmm_core.plan, tmm_core.problem):
         with pytest.raises(error, match=text):
             call(A, B, **arguments)
@@ -187,7 +189,7 @@ def test_a_plan_wants_the_scales_it_was_made_for() -> None:
         tmm_core.plan(A, B)(A, B, scale_b=scale[:1])
 
 
-def test_there_is_no_derivative() -> None:
+def test_products_of_8_bit_floats_have_no_derivative() -> None:
     bias = torch.ones(4, requires_grad=True)
     for epilogue in (None, "silu"):
         result = tmm_core.matmul(A, B, bias=bias, scale_a=torch.ones(()), epilogue=epilogue)

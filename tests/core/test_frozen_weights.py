@@ -179,7 +179,7 @@ class Others(nn.Module):
         lambda m, x: [F.silu(y) * m.two(x) + y for y in (m.one(x),)].pop(),
     ],
 )
-def test_what_looks_like_two_weights_keeps_its_meaning(model: Any) -> None:
+def test_a_graph_that_resembles_two_weights_keeps_its_meaning(model: Any) -> None:
     module, seen, x = Others(model).eval(), Seen(), torch.randn(3, 5, 24)
     with torch.no_grad():
         torch.testing.assert_close(torch.compile(module, backend=seen)(x), module(x))
@@ -323,7 +323,7 @@ def test_constants_are_parameters_that_torch_freezes(
             assert constants.frozen(graph) == set()
 
 
-def test_parameters_that_are_changed_or_returned_are_no_constants(
+def test_changed_or_returned_parameters_are_not_constants(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Torch may also change such a parameter after the graph."""

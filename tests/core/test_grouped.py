@@ -351,7 +351,7 @@ def test_derivatives_of_derivatives(form: str) -> None:
 
 
 @pytest.mark.parametrize("form", ["m", "k", "n"])
-def test_gradients_lie_as_their_operands(form: str) -> None:
+def test_gradients_have_the_memory_layout_of_their_operands(form: str) -> None:
     """A layer's weight is given transposed: no transposing copy is made of its gradient."""
     a, b, offs = FORMS[form](dtype=FP32)
     a, b = (t.mT.contiguous().mT.requires_grad_() for t in (a, b))
@@ -890,14 +890,14 @@ def test_wrong_launchers_are_found(fault: Any, sampled: bool) -> None:
     assert "exceeds" in str(verifier.verdict(wrong, extent="brief" if sampled else "whole").reason)
 
 
-def test_what_is_to_be_zero_is_verified() -> None:
+def test_zeroed_rows_are_verified() -> None:
     zeroed = cpu_problem(groups=Groups(3, "m", zeroed=True))
     assert Verifier(zeroed, torch.device("cpu")).verdict(grouped_mm.bind(zeroed)).ok
     careless: Any = grouped_mm.bind(replace(zeroed, groups=Groups(3, "m")))
     assert not Verifier(zeroed, torch.device("cpu")).verdict(careless).ok
 
 
-def test_benched_beside_torch_and_a_loop() -> None:
+def test_grouped_products_are_benched_with_torch_and_a_loop() -> None:
     listed = {"dtypes": ["bf16"], "layout": "nt", "rows": [16], "epilogues": "bias+swiglu"}
     sums = {"dtypes": ["bf16"], "layout": "tn", "rows": [16], "ragged": "k", "routing": "even"}
     document = {
@@ -922,7 +922,7 @@ def test_benched_beside_torch_and_a_loop() -> None:
         suites.expand("bad", listed | {"experts": [[4, 24, 32]], "routing": "odd"})
 
 
-def test_explained_and_posed() -> None:
+def test_a_grouped_call_is_explained_and_described() -> None:
     text = str(tmm_core.explain(A, B, offs=OFFS, out_index=SCATTER))
     assert "3 groups along m out_index zeroed" in text
     assert "does not serve products that are ragged along m" in text

@@ -216,7 +216,7 @@ def test_refusals(case: str) -> None:
         tmm_core.grouped_matmul(**{"a": A, "b": B, "offs": OFFS, **changed})
 
 
-def test_there_is_no_derivative() -> None:
+def test_products_of_8_bit_floats_have_no_derivative() -> None:
     bias = torch.ones(16, requires_grad=True)
     scale = numbers(64).requires_grad_()
     for terms in ({"bias": bias, "epilogue": "silu"}, {"scale_a": scale}):
@@ -330,7 +330,7 @@ def test_the_baseline_is_torchs_on_hopper() -> None:
 
 
 @pytest.mark.parametrize("scales", [("row", "row"), ("tensor", None), (None, "row")])
-def test_torchs_operator_is_given_what_it_takes(scales: tuple[Any, Any]) -> None:
+def test_torchs_operator_gets_arguments_that_it_accepts(scales: tuple[Any, Any]) -> None:
     """Checked by its rules for tensors without memory: a call that read a value would fail."""
     problem = tmm_core.problem(**{**made("m"), "epilogue": "silu"})
     index = replace(problem.groups, a_index=torch.int64)

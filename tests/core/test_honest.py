@@ -108,7 +108,7 @@ def test_an_epilogue_may_be_undefined_for_some_inputs(function: Callable[..., An
 
 
 @pytest.mark.parametrize("name", [name for name in BUILTIN if name not in ("relu", "sigmoid")])
-def test_what_is_wrong_by_two_percent_is_refused_with_every_epilogue(name: str) -> None:
+def test_an_error_of_two_percent_is_refused_with_every_epilogue(name: str) -> None:
     """The bound of errors is no excuse."""
     problem = of(torch.float16, 16, 16, 16, epilogue=parse(name))
     spoiled = FakeKernel("k", spoil=lambda out: out.mul_(1.02)).bind(problem, ANY)

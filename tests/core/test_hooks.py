@@ -185,7 +185,7 @@ def test_a_function_without_hookimpl_is_reported_by_name() -> None:
         Registry().register(Unmarked(), "p")
 
 
-def test_what_has_no_hooks_is_no_plugin() -> None:
+def test_an_object_without_hooks_is_not_a_plugin() -> None:
     class Other:
         def kernels(self) -> list[Any]:
             return []
@@ -194,7 +194,7 @@ def test_what_has_no_hooks_is_no_plugin() -> None:
         Registry().register(Other(), "other")
 
 
-def test_what_returns_none_is_reported() -> None:
+def test_a_hook_that_returns_none_is_reported() -> None:
     class Forgot:
         @hookimpl
         def tmm_kernels(self) -> Any:

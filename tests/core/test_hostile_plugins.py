@@ -675,7 +675,7 @@ def test_a_bind_changes_nothing_else(name: str, others_are_believed: None) -> No
 
 
 @pytest.mark.parametrize(("turn", "together"), [(60.0, False), (0.01, True)])
-def test_binds_of_plugins_take_turns_unless_one_is_slow(
+def test_binds_of_plugins_exclude_each_other_unless_one_is_slow(
     turn: float, together: bool, others_are_believed: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two that were watched at one time restored each other's changes: a default dtype stayed."""

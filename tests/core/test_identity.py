@@ -360,7 +360,7 @@ def test_outputs_of_one_source_give_their_own_values() -> None:
 @pytest.mark.parametrize(
     "thing", [threading.Lock, lambda: (x for x in ()), lambda: torch.empty(2**19)]
 )
-def test_what_a_closure_holds_stands_for_itself(thing: Any) -> None:
+def test_objects_in_a_closure_are_part_of_the_identity(thing: Any) -> None:
     """A key is of this process, and of this object."""
 
     def having(c: float, it: Any) -> Function:
@@ -497,7 +497,7 @@ def test_constants_are_part_of_the_text_on_disk(
         (lambda z: sqrt(nn.Identity()(z)), []),
     ],
 )  # fmt: skip
-def test_functions_classes_and_modules_are_no_variables(function: Any, names: list[str]) -> None:
+def test_functions_classes_and_modules_are_not_variables(function: Any, names: list[str]) -> None:
     assert [variable.name for variable, _ in cells_of(function)] == names
 
 
@@ -551,7 +551,7 @@ def test_a_graph_is_compiled_again_for_a_global_variable(
 
 
 @pytest.mark.parametrize("module", [None, "math"])
-def test_globals_of_what_is_no_module_do_not_end_a_compilation(module: Any) -> None:
+def test_globals_outside_a_module_do_not_end_a_compilation(module: Any) -> None:
     torch._dynamo.reset()
     function = executed("def f(z): return z * c", c=2.0, __name__=module)
     call = functools.partial(tmm_core.matmul, epilogue=Epilogue("f", function))

@@ -208,7 +208,7 @@ def _gated(gate: Tensor, up: Tensor) -> Tensor:
     ],
 )
 @pytest.mark.slow(quick=6)
-def test_what_looks_like_a_gate_keeps_its_meaning(model: Any) -> None:
+def test_a_graph_that_resembles_a_gate_keeps_its_meaning(model: Any) -> None:
     a, b = torch.randn(6, 7), torch.randn(7, 40)
     seen = Seen()
     with torch.no_grad():
@@ -217,7 +217,7 @@ def test_what_looks_like_a_gate_keeps_its_meaning(model: Any) -> None:
     torch.testing.assert_close(y, model(a @ b))
 
 
-def test_halves_of_the_rows_are_no_gate() -> None:
+def test_halves_of_the_rows_are_not_a_gate() -> None:
     a, b, seen = torch.randn(40, 7), torch.randn(7, 40), Seen()
 
     def model(a: Tensor, b: Tensor) -> Tensor:
@@ -282,7 +282,7 @@ def test_activations_are_recognised_by_their_values(model: Any, found: str) -> N
     torch.testing.assert_close(y, model(a @ b))
 
 
-def test_what_is_read_elsewhere_is_kept() -> None:
+def test_an_inner_value_that_is_read_elsewhere_is_kept() -> None:
     a, b = torch.randn(5, 7), torch.randn(7, 4)
     seen = Seen()
 
@@ -437,7 +437,7 @@ def test_records_decide(fast: float, rewritten: bool) -> None:
 
 
 @pytest.mark.parametrize("epilogue", [None, "silu"])
-def test_what_loses_in_steady_state_is_not_rewritten(epilogue: str | None) -> None:
+def test_a_kernel_that_loses_in_steady_state_rewrites_no_graph(epilogue: str | None) -> None:
     a, b = recorded({"blas": 10.0, "fast": 4.0}, epilogue)
     instance = tmm_core.problem(a, b, epilogue=epilogue)
     for steady_us, rewritten in ((10.1, False), (9.9, True)):

@@ -117,7 +117,7 @@ def test_least_regret_counts_every_m_of_a_bucket() -> None:
     assert least_regret([Rung(1.0, edges), Rung(1.0, edges, inside)]) == "even"
 
 
-def test_what_is_fast_at_the_edges_alone_is_not_chosen(tmp_path: Path) -> None:
+def test_a_config_that_is_fast_only_at_the_edges_is_not_chosen(tmp_path: Path) -> None:
     kernel = Summing("k", {1: "edges", 2: "even"})
     d, _ = dispatcher(FakeBlas(), kernel, root=tmp_path)
     times = {("blas", 1): 10.0, ("k", 1): lambda m: 9.0 if m in LADDER else 20.0}
@@ -131,7 +131,7 @@ def test_an_arithmetic_that_some_m_cannot_have_comes_last() -> None:
     assert least_regret([]) is None
 
 
-def test_one_look_at_one_m_does_not_decide(tmp_path: Path) -> None:
+def test_a_single_measurement_at_one_m_does_not_decide(tmp_path: Path) -> None:
     """The winner at M = 256 loses elsewhere: the other arithmetic is chosen, for every M."""
     kernel = Summing("k", {1: "one", 2: "two", 4: "two"})
     d, _ = dispatcher(FakeBlas(), kernel, root=tmp_path)
@@ -153,7 +153,7 @@ def test_one_look_at_one_m_does_not_decide(tmp_path: Path) -> None:
     assert timer.tuned == [*LADDER, 320]
 
 
-def test_only_what_raced_to_the_end_is_compared(tmp_path: Path) -> None:
+def test_only_candidates_that_raced_to_the_end_are_compared(tmp_path: Path) -> None:
     """The first rounds are faster: the GPU's clock has not settled yet."""
     d, _ = dispatcher(FakeBlas(), Summing("one", {16: "k", 32: "k"}), root=tmp_path)
     timed(d, {("blas", 1): 60.0, ("one", 16): 50.0, ("one", 32): 52.0})
@@ -246,7 +246,7 @@ def test_the_next_rung_is_compiled_while_one_is_measured(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_what_was_measured_is_pinned_for_later_processes(tmp_path: Path) -> None:
+def test_a_measured_arithmetic_is_pinned_for_later_processes(tmp_path: Path) -> None:
     kernels = (FakeBlas(), Summing("k", {1: "one", 2: "two"}))
     d, _ = dispatcher(*kernels, root=tmp_path)
     timed(d, {("blas", 1): 10.0, ("k", 1): 5.0, ("k", 2): 6.0})
@@ -291,7 +291,7 @@ def test_no_ladder_is_measured_for_the_gradient_of_a_weight(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_a_guess_does_not_depend_on_m_nor_change_in_a_process(tmp_path: Path) -> None:
+def test_an_untuned_arithmetic_does_not_depend_on_m_nor_change_in_a_process(tmp_path: Path) -> None:
     class Graded(Summing):
         """Expects a tile to be the better the closer it is to M."""
 
@@ -378,7 +378,7 @@ def test_quarantine_takes_another_config_of_the_arithmetic(tmp_path: Path) -> No
     assert (after.candidate.kernel.name, after.arithmetic) == ("b", "k16")
 
 
-def test_a_strangers_arithmetic_that_fails_costs_the_kernel() -> None:
+def test_a_plugins_arithmetic_that_fails_costs_the_kernel() -> None:
     class Raises(FakeKernel):
         def arithmetic(self, problem: Problem, config: FakeConfig) -> str | None:
             raise RuntimeError("no idea")
@@ -433,7 +433,7 @@ def test_an_arithmetic_is_pinned_by_configuration(tmp_path: Path) -> None:
         d.choose(weight_problem(16), settings(arithmetic="three"))
 
 
-def test_naming_an_arithmetic_asks_for_the_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_naming_an_arithmetic_turns_on_the_mode(monkeypatch: pytest.MonkeyPatch) -> None:
     x, w = torch.randn(3, 8), torch.randn(8, 4)
     assert not tmm_core.problem(x, w).batch_invariant
     with tmm_core.override(arithmetic="sm90-k16") as changed:

@@ -267,7 +267,7 @@ def test_the_installed_triton_is_called_as_tmm_calls_it(monkeypatch: pytest.Monk
         vars(run)[name] = 0
 
 
-def test_a_launcher_passes_what_each_argument_is(noted: Noted, release: str) -> None:
+def test_a_launcher_passes_each_argument_by_its_kind(noted: Noted, release: str) -> None:
     signature = {
         "out": "*bf16", "a": "*bf16", "C": "constexpr", "M": "i32", "sa": "i32", "so": "i32",
         "alpha": "fp32", "counter": "*i32", "scratch": "*fp32",
@@ -432,7 +432,7 @@ def zeros(*shape: int) -> torch.Tensor:
     return torch.zeros(shape, dtype=BF16)
 
 
-def test_operands_are_folded_where_they_lie(noted: Noted, release: str) -> None:
+def test_operands_are_folded_without_views(noted: Noted, release: str) -> None:
     """The kernel gets the arguments that views would give, and no view is made."""
     bias = zeros(6)
     for a, b, residual, flat in (
@@ -458,7 +458,7 @@ def test_operands_are_folded_where_they_lie(noted: Noted, release: str) -> None:
         assert noted.arguments(release)[2] == second
 
 
-def test_what_does_not_fold_is_copied(noted: Noted, release: str) -> None:
+def test_operands_that_do_not_fold_are_copied(noted: Noted, release: str) -> None:
     b, residual = zeros(4, 6), zeros(2, 3, 6)
     for x, y, added, flat in (
         (zeros(3, 2, 4).transpose(0, 1), b, residual, (6, 6)),
@@ -503,7 +503,7 @@ def test_a_descriptor_of_scratch_memory_is_not_folded(noted: Noted) -> None:
     assert noted.encoded == [(6, 4), ((40,), torch.float32)]
 
 
-def test_scales_of_rows_are_where_they_are_and_those_of_a_batch_are_not(noted: Noted) -> None:
+def test_scales_of_rows_are_used_in_place_and_scales_of_a_batch_are_not(noted: Noted) -> None:
     signature = {"a_scale": "*fp32", "out": "*bf16"}
     step = Step(compiled(noted, signature, "3.7"), (1, 1, 1), {n: n for n in signature})
     a, b = zeros(2, 3, 4), zeros(4, 6)
@@ -540,7 +540,7 @@ def test_a_plan_of_more_dimensions_writes_its_launches_out(noted: Noted, release
     assert noted.devices == [0]
 
 
-def test_what_no_kernel_sees_of_a_tensor_is_no_matter_to_a_plan() -> None:
+def test_a_plan_ignores_properties_that_no_kernel_sees() -> None:
     a, b = torch.randn(4, 5), torch.randn(5, 6)
     plan = tmm_core.plan(a, b)
     for left, right in ((a, b), (a, a[:, :4]), (torch.nn.Parameter(a), b)):
@@ -557,7 +557,7 @@ def test_what_no_kernel_sees_of_a_tensor_is_no_matter_to_a_plan() -> None:
     torch.testing.assert_close(tmm_core.plan(square, square)(square, square), square @ square)
 
 
-def test_a_plan_holds_what_it_is_given_without_torchs_guards(
+def test_a_plan_checks_its_tensors_without_torchs_guards(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch._C._dynamo.guards, "TensorGuards", None)
@@ -675,7 +675,7 @@ def test_a_compiled_kernel_takes_its_arguments_in_tritons_order(
     assert (noted.devices, noted.current) == ([0], 1)
 
 
-def test_a_launcher_without_constants_is_given_none(
+def test_a_launcher_without_constants_gets_none(
     compilations: list[tuple[Any, ...]], noted: Noted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = launch.source

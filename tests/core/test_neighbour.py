@@ -37,7 +37,7 @@ def sizes(neighbours: Neighbours, problem: Problem) -> list[Any]:
     return [near.record.problem["m"] for near in neighbours.nearest(problem)]
 
 
-def test_the_nearest_come_first_and_are_read_when_asked_for(
+def test_the_nearest_records_come_first_and_are_read_lazily(
     store: CacheStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for m in (256, 128, 64, 4096):
@@ -71,7 +71,7 @@ def test_a_save_adds_one_record_and_lists_nothing_again(
     assert second.record.problem["m"] == 64
 
 
-def test_what_a_dispatcher_tunes_is_a_neighbour_at_once(
+def test_a_problem_that_a_dispatcher_tuned_is_a_neighbour_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fast = FakeKernel("fast", tiles=(1, 2))
@@ -101,7 +101,7 @@ def test_nonsense_in_a_problem_costs_its_record_and_one_warning(
     assert sizes(neighbours, problem(m=128)) == [64]
 
 
-def test_nonsense_beside_the_sizes_is_another_kind_of_problem(store: CacheStore) -> None:
+def test_nonsense_in_other_fields_is_another_kind_of_problem(store: CacheStore) -> None:
     save(store, problem(m=64))
     for place, nonsense in enumerate([None, 7, "x", [], {"x": 1e300}]):
         odd = save(store, problem(m=65 + place))

@@ -191,7 +191,7 @@ class Deep(FakeKernel):
 
 
 @pytest.mark.parametrize("forced", [False, True])
-def test_a_caller_that_recurses_without_end_is_no_fault_of_a_kernel(forced: bool) -> None:
+def test_a_caller_that_recurses_without_end_is_not_a_kernels_fault(forced: bool) -> None:
     made = install(FakeBlas(estimate=10.0), Deep("inner", estimate=1e-9))
 
     def endless() -> None:
@@ -249,7 +249,7 @@ def test_a_plugins_code_cannot_tune() -> None:
         made.tune(tmm_core.problem(A, B), settings.current())
 
 
-def test_what_a_plugin_forces_itself_is_used() -> None:
+def test_a_kernel_that_a_plugin_forces_itself_is_used() -> None:
     """Its own second kernel, for instance."""
     install(FakeBlas(), FakeKernel("second"))
     with settings.nested(), tmm_core.override(kernel="second"):
@@ -379,7 +379,7 @@ def test_an_import_that_does_not_return_is_named(
     assert ended[0].startswith("tmm: the import of plugin 'slow' (slow-kernels 1) does not return")
 
 
-def test_what_returns_in_time_is_not_reported(
+def test_a_call_that_returns_in_time_is_not_reported(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(watch, "PATIENCE", 0.2)

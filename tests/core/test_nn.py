@@ -249,7 +249,7 @@ def cubed(z: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("through", ["deepcopy", "pickle"])
-def test_an_epilogue_of_ones_own_survives_copies(through: str) -> None:
+def test_a_users_epilogue_survives_copies(through: str) -> None:
     layer = Linear(8, 5, epilogue=tmm_core.Epilogue("cubed", cubed))
     if through == "pickle":
         text = pickle.dumps(layer)
@@ -352,7 +352,7 @@ def through_file(module: nn.Module) -> Any:
 
 
 @pytest.mark.parametrize("move", MOVES)
-def test_whatever_moves_it_leaves_it_merged_and_right(move: str, products: Any) -> None:
+def test_a_moved_layer_stays_merged_and_right(move: str, products: Any) -> None:
     mlp = MOVES[move](GatedMLP(12, 20, bias=True))
     assert mlp.merged
     x = randn(5, 12).to(mlp.gate_proj.weight.dtype)
@@ -431,7 +431,7 @@ OTHERS = (transpose, neighbours_by_columns, one_bias, no_parameters)
 @pytest.mark.parametrize("spoil", [*SPOILERS, hook, adapt, *OTHERS])
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.slow(quick=6)
-def test_what_parts_the_halves_makes_two_products_never_a_wrong_one(
+def test_separated_halves_make_two_products_and_the_right_result(
     spoil: Any, compiled: bool, products: Any
 ) -> None:
     mlp, x = GatedMLP(12, 20), randn(5, 12)
@@ -602,7 +602,7 @@ def test_gated_mlp_of_a_weight_per_sample() -> None:
     assert_close(two, by_hand(scaled, x).detach())
 
 
-def test_a_gated_epilogue_of_ones_own_gates() -> None:
+def test_a_users_gated_epilogue_gates() -> None:
     bilinear = tmm_core.Epilogue("bilinear", lambda gate, up: gate * up, gated=True)
     mlp, x = GatedMLP(12, 20, bilinear), randn(5, 12)
     expected = by_hand(mlp, x, lambda z: z)
@@ -958,7 +958,7 @@ class QuickGelu(nn.Module):
         lambda: LlamaMLP(act=nn.Softplus(beta=2)),
     ],
 )
-def test_a_gated_mlp_that_is_none_keeps_its_forward(make: Any) -> None:
+def test_a_module_that_only_resembles_a_gated_mlp_keeps_its_forward(make: Any) -> None:
     model, x = nn.Sequential(make()), randn(5, 12)
     original = copy.deepcopy(model)
     report = convert(model)
@@ -1032,7 +1032,7 @@ def test_hooks_run_before_and_after_as_in_the_model_itself(
     assert_close(calls[0], calls[1])
 
 
-def test_what_is_not_exactly_a_linear_is_left_alone_with_the_reason() -> None:
+def test_layers_that_are_not_exactly_linear_are_left_alone_with_the_reason() -> None:
     patched = nn.Linear(12, 12)
     patched.forward = lambda x: x  # type: ignore[method-assign]
     model = nn.ModuleDict(
@@ -1118,7 +1118,7 @@ def test_memory_that_other_processes_share_since_the_conversion_is_not_moved_bac
     assert all(part.is_shared() for part in parts_of(model))
 
 
-def test_undo_leaves_what_somebody_else_put_there() -> None:
+def test_undo_keeps_modules_that_other_code_inserted() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5), nn.Linear(5, 6))
     report = convert(model)
     theirs = model[0] = Linear(3, 4)
@@ -1162,7 +1162,7 @@ def test_torchs_own_transformer_layers_keep_their_fast_path() -> None:
         assert_close(model.train(mode)(x), expected)
 
 
-def test_the_report_names_what_no_swap_reaches() -> None:
+def test_the_report_names_products_that_no_swap_reaches() -> None:
     class Mine(nn.TransformerEncoderLayer):
         def forward(self, src: torch.Tensor, **masks: Any) -> torch.Tensor:  # type: ignore[override]
             return self._ff_block(src)
@@ -1254,7 +1254,7 @@ def test_a_trace_calls_a_hook_once(layer: str, hook: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_what_the_page_says_of_torchscript_and_quantisation() -> None:
+def test_torchscript_and_quantisation_behave_as_documented() -> None:
     """docs/corners.md"""
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
     x = torch.randn(3, 8)
@@ -1330,7 +1330,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 @pytest.mark.slow
-def test_the_example_says_what_it_lacks() -> None:
+def test_the_example_names_the_missing_package() -> None:
     example = Path(__file__).parents[2] / "examples" / "llama_convert.py"
     run = subprocess.run(
         [sys.executable, "-c", WITHOUT, str(example)], capture_output=True, text=True

@@ -113,7 +113,7 @@ def test_a_wrong_or_failing_candidate_is_not_the_best(monkeypatch: pytest.Monkey
     assert "no compiler" in found["failed"]['fake.lame {"tile": 4}']
 
 
-def test_searches_share_what_they_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_searches_share_compiled_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their compile cache is not the tunings', which starts empty."""
     folders = []
 

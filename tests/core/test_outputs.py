@@ -142,7 +142,7 @@ def _as_operator(a: Tensor, b: Tensor, bias: Tensor, residual: Tensor) -> list[T
     return torch.ops.tmm.matmul_outputs(a, b, bias, residual, 0.5, SILU.interned())  # type: ignore[no-any-return]
 
 
-def test_what_is_not_served_is_refused(operands: dict[str, Tensor]) -> None:
+def test_calls_that_cannot_have_outputs_are_refused(operands: dict[str, Tensor]) -> None:
     a, b = operands["a"], operands["b"]
     for pair in ((a[0, 0], b), (a, b[:, 0]), (a, b.expand(3, 8, 6))):
         with pytest.raises(ValueError, match=r"outputs \(amax, squares, total, copy\) need a of"):

@@ -260,7 +260,7 @@ def test_other_layers_are_named_with_the_reason() -> None:
 
 
 @pytest.mark.parametrize("missing", ["qweight", "qzeros", "scales"])
-def test_a_layer_with_some_of_the_buffers_is_none_of_these(missing: str) -> None:
+def test_a_layer_with_only_some_buffers_is_not_recognised(missing: str) -> None:
     """Codebooks and rotations have scales too."""
     layer = TorchLinear()
     del layer._buffers[missing]

@@ -97,7 +97,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("kind", "name", "change"), CASES)
-def test_what_was_planned_otherwise_is_refused(
+def test_an_argument_that_differs_from_the_plan_is_refused(
     kind: str, name: str, change: Callable[[Tensor], Any]
 ) -> None:
     call = EVERYTHING[kind]
@@ -110,7 +110,7 @@ def test_what_was_planned_otherwise_is_refused(
 
 @pytest.mark.parametrize("kind", EVERYTHING)
 @pytest.mark.parametrize("name", ["bias", "residual", "scale_a", "scale_b"])
-def test_what_was_not_planned_is_refused(kind: str, name: str) -> None:
+def test_an_argument_that_the_plan_lacks_is_refused(kind: str, name: str) -> None:
     call = {k: v for k, v in EVERYTHING[kind].items() if k != name}
     given = {**EVERYTHING["scaled"], **EVERYTHING[kind]}[name]
     if kind == "plain" and name.startswith("scale"):
@@ -122,7 +122,7 @@ def test_what_was_not_planned_is_refused(kind: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["a", "b", "bias", "residual"])
-def test_what_was_planned_off_16_bytes_is_refused_on_them(name: str) -> None:
+def test_an_aligned_tensor_is_refused_by_a_plan_for_a_misaligned_one(name: str) -> None:
     call = EVERYTHING["plain"]
     odd = {**call, name: shifted(call[name])}
     plan, result = planned(odd)
@@ -204,7 +204,7 @@ def test_a_kernel_that_raises_in_a_plan_raises() -> None:
 
 
 @pytest.mark.parametrize("dtype", [FP32, torch.float16])
-def test_a_plan_multiplies_what_it_was_made_for_under_autocast(dtype: torch.dtype) -> None:
+def test_a_plan_multiplies_its_own_dtypes_under_autocast(dtype: torch.dtype) -> None:
     a, b = tensor(M, K, dtype=dtype), tensor(K, N, dtype=dtype)
     plan = tmm_core.plan(a, b, kernel="blas")
     expected = plan(a, b)
@@ -219,7 +219,7 @@ def test_a_plan_multiplies_what_it_was_made_for_under_autocast(dtype: torch.dtyp
 
 
 @pytest.mark.parametrize("name", ["a", "b", "bias", "residual"])
-def test_a_plan_refuses_views_that_negate_what_kernels_read(name: str) -> None:
+def test_a_plan_refuses_lazily_negated_views(name: str) -> None:
     call = EVERYTHING["plain"]
     plan = tmm_core.plan(**call)
     negated = {**call, name: torch._neg_view(call[name])}

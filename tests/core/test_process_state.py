@@ -63,7 +63,7 @@ def among_others(change: Callable[[], Any]) -> Callable[[], None]:
         lambda: setattr(sys, "excepthook", lambda *_: None),
     ],
 )  # fmt: skip
-def test_what_another_thread_changes_meanwhile_stays(
+def test_changes_by_another_thread_stay(
     change: Any, run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A kernel is verified while another thread draws random numbers, or loads a model under its
@@ -85,7 +85,7 @@ def test_what_another_thread_changes_meanwhile_stays(
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_profiler_of_another_thread_is_no_change_of_a_launch() -> None:
+def test_a_profiler_of_another_thread_does_not_count_as_a_launchs_change() -> None:
     """It sets the profile function of all threads."""
     profile = torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU], with_stack=True
@@ -119,7 +119,7 @@ class Clock:
                 random.random()
 
 
-def test_a_slow_launch_is_not_blamed_for_what_another_thread_changes_now_and_then(
+def test_a_slow_launch_is_not_blamed_for_occasional_changes_by_another_thread(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The other thread draws more often than a launch ends, and seldom enough to be missed in a
@@ -192,7 +192,7 @@ def test_a_launch_waits_once_for_a_bind_that_hangs(monkeypatch: pytest.MonkeyPat
         ("torch's random generator", lambda: torch.rand(1)),
     ],
 )
-def test_what_a_launch_changes_beside_the_main_thread_is_named(
+def test_changes_by_a_launch_outside_the_main_thread_are_named(
     name: str, change: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OF_THE_PROGRAM", "0")
@@ -504,7 +504,7 @@ def test_a_launch_is_repeated_until_its_change_is_its_own(
     assert bool(changed) is (changes > 2)
 
 
-def test_what_a_launch_changes_once_is_no_change_of_its_own(
+def test_a_change_that_a_launch_makes_once_does_not_count(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Another thread may have made it, so it stays."""

@@ -98,7 +98,7 @@ def storages(of: nn.Module) -> dict[int, int]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logits_state_and_memory_are_those_of_the_unconverted(
+def test_logits_state_and_memory_equal_the_unconverted_models(
     family: str, joined: list[int]
 ) -> None:
     original, converted = model(family), model(family)
@@ -128,7 +128,7 @@ def test_logits_state_and_memory_are_those_of_the_unconverted(
     assert joined == [3] * 4
 
 
-def test_gradients_are_those_of_separate_layers(joined: list[int]) -> None:
+def test_gradients_equal_those_of_separate_layers(joined: list[int]) -> None:
     original, converted = model("Qwen2"), model("Qwen2")
     convert(converted)
     for each in (original, converted):
@@ -171,9 +171,7 @@ def _loaded(of: Any) -> Any:
 
 
 @pytest.mark.parametrize("how", [_moved, _copied, _loaded])
-def test_what_moves_parameters_joins_them_again(
-    how: Callable[[Any], Any], joined: list[int]
-) -> None:
+def test_moved_parameters_are_joined_again(how: Callable[[Any], Any], joined: list[int]) -> None:
     original, converted = model("Qwen2"), model("Qwen2")
     convert(converted)
     original.to(torch.float32).to(torch.float64)
@@ -184,7 +182,7 @@ def test_what_moves_parameters_joins_them_again(
     assert joined == [3, 3]
 
 
-def test_what_replaces_a_parameter_leaves_three_products(joined: list[int]) -> None:
+def test_a_replaced_parameter_leaves_three_products(joined: list[int]) -> None:
     original, converted = model(), model()
     convert(converted)
     for each in (original, converted):
@@ -201,7 +199,7 @@ def test_what_replaces_a_parameter_leaves_three_products(joined: list[int]) -> N
     assert joined == [0, 3, 3, 3]
 
 
-def test_hooks_see_their_layer_and_may_change_what_it_gets(joined: list[int]) -> None:
+def test_hooks_see_their_layer_and_may_change_its_input(joined: list[int]) -> None:
     original, converted = model(), model()
     convert(converted)
     seen: dict[int, list[Any]] = {0: [], 1: []}
@@ -359,7 +357,7 @@ def test_columns_are_of_the_very_input_as_it_was() -> None:
 
 
 @pytest.mark.parametrize("static", [(), ("q",), ("q", "k")])
-def test_weights_are_static_if_those_of_every_layer_are(
+def test_a_joint_weight_is_static_if_every_layers_is(
     static: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = Projects()
@@ -504,7 +502,7 @@ class Others(Projects):
         return q, k
 
 
-def test_what_a_forward_projects_is_read_from_its_source() -> None:
+def test_projections_of_a_forward_are_read_from_its_source() -> None:
     assert names_of(Projects) == ("q", "k")
     for kind in (Writes, Replaces, Merges, Chooses, Twice, Others):
         assert names_of(kind) == (), kind
@@ -527,7 +525,7 @@ def test_a_projection_that_stays_torchs_keeps_the_others_apart(joined: list[int]
     assert joined == []
 
 
-def test_a_module_of_ones_own(joined: list[int]) -> None:
+def test_a_users_own_attention_module(joined: list[int]) -> None:
     torch.manual_seed(0)
     original = Projects().double()
     converted = copy.deepcopy(original)

@@ -72,7 +72,7 @@ def test_defaults_and_products() -> None:
     assert not tmm_core.quantize(parameter).requires_grad
 
 
-def test_what_is_refused() -> None:
+def test_invalid_arguments_are_refused() -> None:
     weight = torch.randn(24, 192, dtype=BF16)
     for call, error, text in (
         (lambda: tmm_core.quantize(weight), ValueError, "groups of 128 do not divide K = 192"),

@@ -92,7 +92,7 @@ def test_the_kernel(m: int, k: int, group: int, dtype: torch.dtype) -> None:
     ],
     ids=["groups", "rows", "an odd K", "unaligned"],
 )
-def test_what_the_compiler_knows_of_alignment(
+def test_which_alignment_the_compiler_knows(
     dtype: torch.dtype, k: int, group: int, aligned: bool, divisible: dict[str, int]
 ) -> None:
     _, given = arguments(dtype, k, group, aligned)
@@ -263,7 +263,7 @@ def by_address(
 @pytest.mark.parametrize("k", [512, 640])
 @pytest.mark.parametrize("block", [(128, 128), (1, 128)])
 @pytest.mark.parametrize("turned", [False, True])
-def test_scales_lie_as_cublaslt_reads_them(
+def test_scales_have_cublaslts_memory_layout(
     m: int, k: int, block: tuple[int, int], turned: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scaling = types.SimpleNamespace(BlockWise1x128="1x128", BlockWise128x128="128x128")

@@ -146,7 +146,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_is_refused(case: str) -> None:
+def test_invalid_arguments_are_refused(case: str) -> None:
     call, kind, text = REFUSED[case]
     with pytest.raises(kind, match=text):
         call()

@@ -353,7 +353,7 @@ TRANSFORMED = r"torch\.func transforms"
 
 @pytest.mark.parametrize("parameter", [False, True])
 @pytest.mark.parametrize("change", ["values", "rows", "dtype", "transposed", "format"])
-def test_assigned_data_is_what_products_read(change: str, parameter: bool) -> None:
+def test_products_read_assigned_data(change: str, parameter: bool) -> None:
     """Torch's own assignment takes the shape and dtype alone."""
     taken = made("int4" if change == "format" else "int8", 24 if change == "rows" else 32, 64)[0]
     taken = taken.half() if change == "dtype" else taken.mT if change == "transposed" else taken
@@ -568,7 +568,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_is_refused(case: str) -> None:
+def test_invalid_arguments_are_refused(case: str) -> None:
     call, kind, text = REFUSED[case]
     with pytest.raises(kind, match=text):
         call()
@@ -588,7 +588,7 @@ def test_zero_points_go_with_their_scales() -> None:
         tmm_core.plan(X, _int4().T)(X, signed.T)
 
 
-def test_zero_points_of_rows_that_are_no_whole_words() -> None:
+def test_zero_points_of_rows_that_do_not_fill_a_word() -> None:
     from tmm_core.integrations.checkpoints import compressed
 
     words = torch.randint(0, 2**31 - 1, (2, 2), dtype=torch.int32)
@@ -608,7 +608,7 @@ def test_zero_points_of_rows_that_are_no_whole_words() -> None:
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_what_is_not_finite_is_not_rounded_to_a_number(name: str, value: float) -> None:
+def test_non_finite_values_are_not_rounded_to_numbers(name: str, value: float) -> None:
     """It makes NaN of its group, and of no other."""
     weight = torch.ones(4, 256, dtype=BF16)
     weight[1, 3] = value

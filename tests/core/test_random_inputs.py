@@ -94,7 +94,7 @@ def test_one_function_fills_all(monkeypatch: pytest.MonkeyPatch) -> None:
         ((12, 8), (8, 16), (3, 12, 16)),  # a ragged sum
     ],
 )
-def test_shapes_of_a_grouped_problem_are_those_of_its_tensors(
+def test_shapes_of_a_grouped_problem_equal_its_tensors(
     a: tuple[int, ...], b: tuple[int, ...], out: tuple[int, ...]
 ) -> None:
     offs = torch.tensor([2, 2, 8], dtype=torch.int32)
@@ -104,7 +104,7 @@ def test_shapes_of_a_grouped_problem_are_those_of_its_tensors(
     assert (drawn.a.shape, drawn.b.shape) == (a, b)
 
 
-def test_shapes_of_a_problem_are_those_of_its_tensors() -> None:
+def test_shapes_of_a_problem_equal_its_tensors() -> None:
     a, b, bias = torch.randn(4, 12, 8), torch.randn(4, 8, 32), torch.randn(32)
     residual = torch.randn(4, 12, 16)
     problem = tmm_core.problem(a, b, bias=bias, residual=residual, epilogue="swiglu")

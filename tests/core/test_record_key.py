@@ -97,14 +97,14 @@ def test_it_is_read_back_as_it_was(name: str, problem: Problem) -> None:
 
 
 @pytest.mark.parametrize("name", ["a", "bias", "scale_a", "residual"])
-def test_what_is_read_is_not_trusted(name: str) -> None:
+def test_an_invalid_problem_is_refused(name: str) -> None:
     document = FULL.to_json() | {name: "something"}
     with pytest.raises((ValueError, TypeError)):
         Problem.from_json(document, DEVICE, SWIGLU)
 
 
 @pytest.mark.parametrize("name", ["dtype", "format", "scale"])
-def test_what_is_read_of_an_operand_is_not_trusted(name: str) -> None:
+def test_an_invalid_operand_is_refused(name: str) -> None:
     document = FULL.to_json()
     document["b"] |= {name: "something"}
     with pytest.raises(ValueError, match="something"):

@@ -188,7 +188,7 @@ def test_built_in_plugins_have_entry_points_too() -> None:
     assert "blas" in names(Registry.from_environment({}))
 
 
-def test_kernel_infos_show_what_is_off() -> None:
+def test_kernel_infos_show_unused_kernels() -> None:
     r = Registry()
     r.register(plugin(FakeKernel("k", traits=Traits(deterministic=False))), "p")
     (info,) = kernel_infos(r, settings(disable=frozenset({"k"})))

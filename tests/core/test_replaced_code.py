@@ -110,7 +110,7 @@ REPLACED: dict[str, tuple[Any, Any, str, Any]] = {
 
 
 @pytest.mark.parametrize("case", REPLACED)
-def test_what_is_replaced_later_counts(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_that_is_replaced_later_counts(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     make, owner, name, value = REPLACED[case]
     original = make()
     converted = copy.deepcopy(original)
@@ -258,7 +258,7 @@ def test_a_gate_is_looked_at_again_once_it_may_be_another(monkeypatch: pytest.Mo
     assert activation.gate_epilogue(layer, Layer.gate) is None
 
 
-def test_copies_of_what_was_reached_name_modules_and_classes(
+def test_copies_of_examined_state_refer_to_modules_and_classes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     settings = types.ModuleType("settings_of_the_model")

@@ -208,7 +208,7 @@ def test_a_scale_of_any_strides_is_not_copied(monkeypatch: pytest.MonkeyPatch) -
         assert problem.b == Operand(torch.uint8, "col", format="int4", scale=Scale((1, 128), BF16))
 
 
-def test_what_a_record_says() -> None:
+def test_the_record_of_scales() -> None:
     """Scales by tensor and row keep their texts; a weight with one group has scales by row."""
     assert [str(Scale.parse(t)) for t in ("tensor", "row bfloat16", "1x128", "128x128 uint8")] == [
         "tensor", "row bfloat16", "1x128", "128x128 uint8",
@@ -388,7 +388,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_is_refused(case: str) -> None:
+def test_invalid_arguments_are_refused(case: str) -> None:
     call, kind, text = REFUSED[case]
     with pytest.raises(kind, match=text):
         call()

@@ -77,7 +77,7 @@ def test_shapes_of_one_kernel(capsys: pytest.CaptureFixture[str]) -> None:
     assert {d["case"]["layout"] for d in documents} == {"nt"}
 
 
-def test_bytes_are_those_that_move() -> None:
+def test_bytes_count_all_transfers() -> None:
     """Half precision moves two bytes an element, and an output of another dtype its own."""
     device = torch.device("cpu")
     half = Case(m=10, n=20, k=30, dtype=torch.half).call(device).problem()
@@ -122,14 +122,14 @@ def test_without_a_record_kernels_are_timed_with_their_defaults() -> None:
         (("--sweep", "tile"), "accepted is FIELD=VALUE"),
     ],
 )
-def test_what_cannot_be_is_refused(
+def test_impossible_options_are_refused(
     capsys: pytest.CaptureFixture[str], argv: tuple[str, ...], message: str
 ) -> None:
     assert main(["bench", *argv, "--device", "cpu"]) == 2
     assert message in capsys.readouterr().err
 
 
-def test_values_are_what_they_read_as() -> None:
+def test_option_values_are_parsed_by_their_form() -> None:
     assert [options.value_of(text) for text in ("8", "0.5", "True", "false", "last", "")] == [
         8, 0.5, True, False, "last", "",
     ]  # fmt: skip

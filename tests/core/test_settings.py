@@ -164,7 +164,7 @@ def test_a_flag_is_on_or_off(
         assert flag(text) is enabled_by_environment() is found
 
 
-def test_a_name_of_spaces_is_none() -> None:
+def test_a_name_of_spaces_counts_as_absent() -> None:
     for name in ("kernel", "arithmetic"):
         assert getattr(Settings.from_environ({VARIABLES[name][0]: " "}), name) is None
 
@@ -336,6 +336,6 @@ def test_a_plugins_code_forces_no_kernel() -> None:
 
 
 @pytest.mark.parametrize("problems", [None, 5, "x", object, ["x"]])
-def test_tune_refuses_arguments_that_are_no_problems(problems: Any) -> None:
+def test_tune_refuses_arguments_that_are_not_problems(problems: Any) -> None:
     with pytest.raises(TypeError, match=r"tune\(\) takes problems"):
         tmm_core.tune(problems)

@@ -45,7 +45,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return records
 
 
-def test_layers_of_packages_lie_below_the_others(
+def test_layers_of_packages_are_below_the_others(
     package: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TMM_CACHE_PATH", "/site")
@@ -59,7 +59,7 @@ def test_layers_of_packages_lie_below_the_others(
 
 
 @pytest.mark.parametrize("damaged", [b"[other]\nno value\n", b"[other]\na = \xff\n", None])
-def test_damaged_metadata_of_any_package_costs_what_others_ship(
+def test_damaged_metadata_of_any_package_costs_no_shipped_records(
     damaged: bytes | None, package: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Torch may be imported before that package is installed, or finds no backends by metadata."""
@@ -100,7 +100,7 @@ def tuned() -> tuple[tmm_core.Problem, Any]:
     return problem, record
 
 
-def test_what_ships_is_chosen_by_and_checked(
+def test_shipped_records_are_chosen_by_and_checked(
     package: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
@@ -139,7 +139,7 @@ def test_what_ships_is_chosen_by_and_checked(
 
 @pytest.mark.parametrize(("fault", "status"), [("wrong", "wrong"), ("raises", "failed")])
 @pytest.mark.slow
-def test_a_shipped_winner_that_is_no_good_fails_the_check(
+def test_a_faulty_shipped_winner_fails_the_check(
     fault: str, status: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     problem, record = tuned()

@@ -395,7 +395,7 @@ def faulty(*arguments: Any) -> None:
     raise ValueError("its own")
 
 
-def test_an_exception_that_a_caller_handles_is_no_cause() -> None:
+def test_an_exception_that_a_caller_handles_is_not_a_cause() -> None:
     """A user may call tmm while handling a timeout; a kernel that fails then is still at fault."""
     signal.signal(signal.SIGUSR1, handler)
     handled: list[BaseException | None] = []
@@ -466,7 +466,7 @@ def test_a_cycle_of_causes_ends() -> None:
     errors.reraise(first)
 
 
-def test_an_exception_that_nobody_raised_passes() -> None:
+def test_an_exception_that_no_frame_raised_passes() -> None:
     """Another thread may set an exception, which no frame of a plugin raised."""
     with pytest.raises(Final):
         errors.reraise(Final())

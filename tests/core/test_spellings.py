@@ -49,7 +49,7 @@ ACCEPTED: dict[str, tuple[Any, str, Any]] = {
 
 
 @pytest.mark.parametrize("name", ACCEPTED)
-def test_is_taken_for_what_it_is(name: str) -> None:
+def test_each_spelling_is_recognised(name: str) -> None:
     passed, key, function = ACCEPTED[name]
     assert parse(passed).key == key
     x, w = torch.randn(5, 8, dtype=torch.float64), torch.randn(8, 7, dtype=torch.float64)
@@ -90,7 +90,7 @@ class _Callable:
         (3, "epilogue must be a str or an Epilogue, got int"),
     ],
 )
-def test_another_is_refused_with_what_to_write(passed: Any, message: str) -> None:
+def test_another_spelling_is_refused_with_advice(passed: Any, message: str) -> None:
     with pytest.raises((TypeError, ValueError)) as caught:
         tmm_core.matmul(torch.ones(2, 2), torch.ones(2, 2), epilogue=passed)
     assert message in str(caught.value)

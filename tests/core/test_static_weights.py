@@ -115,7 +115,7 @@ def test_a_record_made_without_the_word_is_completed_once(tmp_path: Path) -> Non
     assert timer.measured == []
 
 
-def test_what_fails_early_is_not_tried_at_every_start(tmp_path: Path) -> None:
+def test_a_config_that_failed_early_is_not_tried_at_every_start(tmp_path: Path) -> None:
     class Failing(Word):
         def bind(self, problem: Problem, config: FakeConfig) -> Any:
             if config.assumes:
@@ -133,7 +133,7 @@ def test_what_fails_early_is_not_tried_at_every_start(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("plain_us", [8.0, 900.0], ids=["early alone", "all"])
-def test_what_is_hopeless_early_is_not_looked_at_at_every_start(
+def test_a_config_that_was_hopeless_early_is_not_queried_at_every_start(
     tmp_path: Path, plain_us: float
 ) -> None:
     class Hopeless(Word):

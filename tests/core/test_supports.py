@@ -89,14 +89,14 @@ ASKED: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
 ]  # fmt: skip
 
 
-def test_the_interpreter_is_no_device() -> None:
+def test_the_interpreter_is_not_listed_as_a_device() -> None:
     supports = replace(LEAST, devices=("cuda", "hip", "interpreter"))
     message = "runs on NVIDIA GPUs and AMD GPUs, or under TRITON_INTERPRET=1, not on cpu"
     assert supports.reasons_against(replace(PLAIN, device=replace(GPU, type="cpu"))) == [message]
 
 
 @pytest.mark.parametrize(("change", "message", "declared"), ASKED)
-def test_what_is_not_declared_is_declined(
+def test_undeclared_properties_are_declined(
     change: dict[str, Any], message: str, declared: dict[str, Any]
 ) -> None:
     problem = replace(PLAIN, **change)
@@ -129,7 +129,7 @@ def test_what_is_not_declared_is_declined(
         ),
     ],
 )
-def test_a_declaration_of_what_no_problem_has_is_refused(
+def test_a_declaration_of_an_impossible_property_is_refused(
     field: str, given: Any, kind: type[Exception], message: str
 ) -> None:
     """It would admit nothing, and the kernel would never be chosen."""
@@ -147,7 +147,7 @@ def test_rows_that_are_gathered_or_made_zero_are_declared_too() -> None:
     assert ragged.reasons_against(zeroed) == ["does not zero the result beyond the last group"]
 
 
-def test_capabilities_are_those_of_nvidia() -> None:
+def test_capabilities_apply_to_nvidia_only() -> None:
     hopper = replace(LEAST, capability=(9, 0), below=(9, 1), devices=("cuda", "hip"))
     for capability, able in (((8, 9), False), ((9, 0), True), ((10, 0), False)):
         problem = replace(PLAIN, device=replace(GPU, capability=capability))
@@ -215,7 +215,7 @@ def test_a_check_covers_each_field(kind: type) -> None:
     assert {check for check in COVERED[kind].values() if check is not None} <= called
 
 
-def test_what_nobody_declares_is_an_error_and_not_left_to_blas(tmp_path: Path) -> None:
+def test_a_problem_that_no_kernel_declares_is_an_error_and_not_left_to_blas(tmp_path: Path) -> None:
     problem = replace(PLAIN, device=DEVICE, groups=Groups(2, "m"))
     blas, fast = FakeBlas(), FakeKernel("fast")
     blas.supports = fast.supports = replace(blas.supports, ragged=())  # type: ignore[misc]
@@ -231,7 +231,7 @@ def test_groups_are_checked() -> None:
         Groups(2, "batch")  # type: ignore[arg-type]
 
 
-def test_ragged_problems_move_what_has_no_ragged_dimension_once_a_group() -> None:
+def test_ragged_problems_move_other_operands_once_per_group() -> None:
     plain = replace(PLAIN, m=10, n=20, k=30)
     extra = {"m": 3 * 30 * 20, "n": 3 * 10 * 30, "k": 3 * 10 * 20}
     for kind, elements in extra.items():

@@ -625,7 +625,7 @@ def test_a_wrong_kernel_fails_on_a_gpu(
     torch.randn(4, device="cuda")  # torch is as it was after a capture that failed
 
 
-def test_what_is_declined_is_skipped_with_the_reason(pytester: pytest.Pytester) -> None:
+def test_declined_problems_are_skipped_with_the_reason(pytester: pytest.Pytester) -> None:
     result = run(pytester, Right, "other_dtypes_are_declined_or_right")
     assert result.parseoutcomes() == {"skipped": 4}
     result.stdout.fnmatch_lines(["SKIPPED*torch.int8 operand; torch.int8 operand*"])
@@ -652,9 +652,7 @@ PLACES: dict[str, Callable[[Operand, tuple[int, ...]], MemoryLayout]] = {
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("shape", [(5, 7), (1, 6), (16, 1), (0, 3), (3, 5, 8)])
-def test_operands_lie_in_memory_that_is_nan(
-    layout: str, shape: tuple[int, ...], place: str
-) -> None:
+def test_operands_are_surrounded_by_nan(layout: str, shape: tuple[int, ...], place: str) -> None:
     placed = PLACES[place](laid(Operand(torch.float32), layout), shape)
     made = with_guard_bands(placed, torch.device("cpu"), UNREADABLE)
     t = fill("a", made.tensor, 1, torch.Generator().manual_seed(0))
@@ -698,7 +696,7 @@ def test_a_store_around_an_output_is_seen(layout: str, place: str) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_layouts_are_what_their_names_say(layout: str) -> None:
+def test_layouts_match_their_names(layout: str) -> None:
     """A layout's tensors belong to its class; the suite's default probe is contiguous."""
     base = laid(Operand(torch.float16), layout)
     for shape in ((48, 80), (5, 7)):

@@ -195,7 +195,7 @@ def test_from_pretrained(ours: Any, products: list[Any], tmp_path: Path) -> None
     assert len(products) == 9  # of attention and the head
 
 
-def test_a_mapping_for_classes_of_ones_own(ours: Any, products: list[Any]) -> None:
+def test_a_mapping_for_a_users_own_classes(ours: Any, products: list[Any]) -> None:
     kernels = library("kernels")
 
     class MLP(nn.Module):
@@ -233,7 +233,7 @@ def test_a_mapping_for_classes_of_ones_own(ours: Any, products: list[Any]) -> No
 
 @pytest.mark.parametrize("change", ["adapter", "hook", "quantised", "activation"])
 @pytest.mark.slow(quick=6)
-def test_what_is_changed_later_keeps_its_meaning(change: str, way: Any) -> None:
+def test_later_changes_keep_their_meaning(change: str, way: Any) -> None:
     model, original = twins()
     way(model)
     for one in (model, original):

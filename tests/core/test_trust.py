@@ -79,7 +79,7 @@ def shipped(root: Path) -> Path:
     return root
 
 
-def test_a_wrong_guess_is_never_used(tmp_path: Path) -> None:
+def test_a_wrong_untuned_choice_is_never_used(tmp_path: Path) -> None:
     kernel = Counting(wrong=True)
     d = dispatcher(kernel, CacheStore(tmp_path, []))
     with pytest.warns(TmmWarning, match="fast was wrong at its first use .* exceeds"):
@@ -93,7 +93,7 @@ def test_a_wrong_guess_is_never_used(tmp_path: Path) -> None:
     assert "exceeds" in d.rejections(problem(m=128), GUESS)["fast"][0]
 
 
-def test_a_right_guess_is_verified_once(tmp_path: Path) -> None:
+def test_a_right_untuned_choice_is_verified_once(tmp_path: Path) -> None:
     kernel = Counting()
     d = dispatcher(kernel, CacheStore(tmp_path, []))
     assert d.choose(problem(), GUESS).candidate.kernel.kernel is kernel
@@ -134,7 +134,7 @@ def test_a_record_from_elsewhere_is_verified(tmp_path: Path) -> None:
         assert name(d, problem(), settings()) == "blas"
 
 
-def test_a_record_of_ones_own_is_not_verified(tmp_path: Path) -> None:
+def test_an_own_record_is_not_verified(tmp_path: Path) -> None:
     kernel = Counting()
     d = dispatcher(kernel, CacheStore(shipped(tmp_path), []))
     assert name(d, problem(), settings()) == "fast"
@@ -201,7 +201,7 @@ def test_a_wrong_winner_of_a_tuning_leaves_the_next(mode: Any) -> None:
     assert record.best.kernel == "fast"
 
 
-def test_a_neighbours_winner_is_a_guess(tmp_path: Path) -> None:
+def test_a_neighbours_winner_is_an_untuned_choice(tmp_path: Path) -> None:
     wrong = Counting(wrong=True)
     d = dispatcher(wrong, CacheStore(shipped(tmp_path), []))
     assert d.choose(problem(n=64), GUESS).origin == "neighbour"
@@ -334,7 +334,7 @@ def test_large_sizes_are_verified_by_class(tmp_path: Path) -> None:
         assert kernel.launches - before == launches, m
 
 
-def test_a_batch_invariant_record_of_groups_is_ones_own(tmp_path: Path) -> None:
+def test_a_batch_invariant_record_of_groups_counts_as_own(tmp_path: Path) -> None:
     """Groups without one reduction order for all sizes use the bucket's plain record."""
     instance = problem(m=128, groups=Groups(2, "m"))
     store, candidate = CacheStore(tmp_path, []), Candidate(FakeKernel("fast"), FakeConfig(tile=1))
@@ -367,7 +367,7 @@ def invariant(kernel: FakeKernel, store: CacheStore) -> Dispatcher:
     return Dispatcher(registry, Tuner(FakeTimer(FAST)), store)
 
 
-def test_batch_invariant_records_of_ones_own_hold_under_capture(tmp_path: Path) -> None:
+def test_own_batch_invariant_records_hold_under_capture(tmp_path: Path) -> None:
     traits = Traits(batch_invariant=True)
     instance = problem(m=40, batch_invariant=True)
     invariant(Counting(traits=traits), CacheStore(tmp_path, [])).tune(instance, settings())

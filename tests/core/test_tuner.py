@@ -96,7 +96,9 @@ def test_fast_and_wrong_never_wins(spoil: Any) -> None:
 
 @pytest.mark.parametrize("rows", [None, 1, 63])
 @pytest.mark.parametrize("layout", ["row", "col"])
-def test_what_another_left_in_the_output_is_nobodys_answer(layout: Any, rows: int | None) -> None:
+def test_a_result_left_in_the_output_does_not_pass_for_another_kernels(
+    layout: Any, rows: int | None
+) -> None:
     """BLAS is verified before, and a right kernel after that: each leaves the right answer."""
     idle = Idle("z.idle")
     idle.rows = rows
@@ -224,7 +226,7 @@ def test_where_no_thread_can_be_had_this_one_binds(monkeypatch: pytest.MonkeyPat
     assert record.best.kernel == "good"
 
 
-def test_an_empty_search_space_is_recorded_not_asked_again() -> None:
+def test_an_empty_search_space_is_recorded_and_not_queried_again() -> None:
     record, _ = tune(FakeBlas(), FakeKernel("none", tiles=(1,)))
     again, timer = tune(FakeBlas(), FakeKernel("none"), before=record)
     assert again is record
@@ -254,7 +256,7 @@ def test_blas_is_timed_to_the_end_however_slow() -> None:
     assert record.blas_us == 1000.0
 
 
-def test_what_is_gone_leaves_the_record() -> None:
+def test_a_removed_kernel_leaves_the_record() -> None:
     times = {"a": 10.0, "gone": 5.0, "blas": 20.0}
     before, _ = tune(FakeBlas(), FakeKernel("a"), FakeKernel("gone"), times=times)
     assert winner(before) == "gone"
@@ -266,7 +268,7 @@ def test_what_is_gone_leaves_the_record() -> None:
     assert "a" in timer.measured  # it was no finalist, and races in the place of the winner
 
 
-def test_a_decision_is_not_made_by_what_held_the_machine_up() -> None:
+def test_a_decision_is_not_made_by_disturbed_samples() -> None:
     class Busy(FakeTimer):
         """Disturbs half of the first decisive series, for two launches more."""
 
@@ -287,7 +289,7 @@ def test_a_decision_is_not_made_by_what_held_the_machine_up() -> None:
     assert winner(record) == "k"
 
 
-def test_the_budget_ends_it_with_what_there_is() -> None:
+def test_the_budget_ends_a_tuning_with_its_results_so_far() -> None:
     class Slow(FakeTimer):
         def measure(self, runs: Any, rounds: int, **chain: Any) -> list[list[float]]:
             time.sleep(0.1)
@@ -362,7 +364,7 @@ def test_no_more_are_compiled_than_may_still_win(monkeypatch: pytest.MonkeyPatch
     assert tried(blas, Graded("k", tiles=tiles), times=better) == [100, 103, 112]
 
 
-def test_kernels_with_level_estimates_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_with_equal_estimates_are_interleaved(monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel with many equal estimates does not keep another's configs out of a batch."""
     monkeypatch.setattr(search, "BATCHES", (6, 24))
     many = FakeKernel("many", tiles=tuple(range(1, 20)), estimate=100.0)
@@ -395,7 +397,7 @@ class Listed(Compilers):
         self.cancelled += [tile for f in futures if (tile := getattr(f, "tile", None))]
 
 
-def test_what_is_likely_to_follow_is_compiled_behind_a_batch(
+def test_likely_next_candidates_are_compiled_after_a_batch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Each is compiled once, and cancelled if it is not asked for then."""
@@ -451,7 +453,7 @@ class Pending(Listed):
     ("others", "tile", "waits"),
     [((), 119, False), ((), 115, True), ((130, 135), 108, False), ((130, 135), 104, True)],
 )
-def test_what_can_no_longer_win_is_not_waited_for(
+def test_candidates_that_can_no_longer_win_are_not_awaited(
     others: tuple[int, ...], tile: int, waits: bool
 ) -> None:
     """The first tile takes 0.8 of its estimate: others may be 15 % better, less once three were
@@ -509,7 +511,7 @@ def test_the_winner_alone_is_verified_in_every_way(monkeypatch: pytest.MonkeyPat
         assert whole == [("k", 2)]  # and BLAS never: it is the reference of the others
 
 
-def test_idle_processes_compile_what_may_follow_of_every_kernel(
+def test_idle_processes_compile_possible_next_candidates_of_every_kernel(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Kernels with worse estimates are included, since times decide which kernel follows."""
@@ -526,7 +528,7 @@ def test_idle_processes_compile_what_may_follow_of_every_kernel(
         assert found == tiles
 
 
-def test_what_a_round_does_to_all_is_levelled() -> None:
+def test_samples_are_normalised_per_round() -> None:
     """The clock falls in the middle of a round, so that two medians of one kernel differ."""
     fast, slow = [100.0] * 4, [110.0] * 4
     blas, same, better = [*fast, 100.0, *slow], [*fast, 110.0, *slow], [*fast, 108.0, *slow]
@@ -559,7 +561,7 @@ def test_a_clock_that_changes_in_a_race_decides_nothing() -> None:
     assert Tuner(Flickering(times)).tune(problem(), kernels, settings()).best.kernel == "k"
 
 
-def test_what_won_elsewhere_is_tried_first() -> None:
+def test_winners_of_other_records_are_tried_first() -> None:
     tiles = tuple(range(1, 40))
     kernels = [FakeBlas(estimate=10.0), Graded("k", tiles=tiles), FakeKernel("other")]
     hints = Hints([("k", {"tile": 39}), ("gone", {}), ("k", {"tile": 0}), ("other", {"stale": 1})])
@@ -732,7 +734,9 @@ def test_traits_and_workspace_are_on_record() -> None:
 @pytest.mark.parametrize("layout", ["row", "col", "strided"])
 @pytest.mark.parametrize("aligned", [True, False])
 @pytest.mark.parametrize("size", [(16, 24), (5, 7), (1, 7), (1, 8), (7, 1)])
-def test_inputs_are_of_the_class_asked(layout: Any, aligned: bool, size: tuple[int, int]) -> None:
+def test_inputs_are_of_the_requested_class(
+    layout: Any, aligned: bool, size: tuple[int, int]
+) -> None:
     if layout == "strided" and (aligned or 1 in size):
         pytest.skip("no such class")
     spec = Operand(torch.bfloat16, layout, aligned)
@@ -769,7 +773,7 @@ def test_the_best_of_each_arithmetic_is_verified_however_slow() -> None:
     assert status(plain) == {"blas": "ok", "k1": "slow", "k2": "slow"}
 
 
-def test_where_blas_is_far_ahead_those_that_serve_the_mode_race_nevertheless() -> None:
+def test_kernels_of_the_mode_race_even_if_blas_is_far_ahead() -> None:
     class Cool(FakeTimer):
         """At first k's second tile looks best."""
 
@@ -791,7 +795,7 @@ def test_where_blas_is_far_ahead_those_that_serve_the_mode_race_nevertheless() -
     assert [c.kernel for c in fastest_first(usual) if len(c.samples_us) == stages.FINAL] == ["blas"]
 
 
-def test_steady_goes_by_turns_and_counts_no_turn_s_beginning(
+def test_the_steady_clock_interleaves_and_drops_the_start_of_each_sample(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The column that is replayed first finds a cool GPU, so it is replayed last too."""
@@ -901,7 +905,7 @@ class OfM(FakeKernel):
         return self.us(config.tile, problem.m)
 
 
-def test_in_batch_invariant_mode_arithmetics_are_tried_in_turn() -> None:
+def test_in_batch_invariant_mode_arithmetics_are_interleaved() -> None:
     """The estimates put all even tiles before the odd ones."""
     kernel = OfM(lambda tile, m: float(tile + 100 * (tile % 2)), range(1, 41))
     instance = problem(m=64, batch_invariant=True)
@@ -969,7 +973,7 @@ def test_large_products_that_bursts_do_not_distinguish_are_timed_back_to_back() 
     assert without_pause(times, batch_invariant=True) == ("p", [])
 
 
-def test_turns_without_pause_are_not_taken_again_where_one_is_clearly_faster() -> None:
+def test_steady_state_is_not_measured_again_where_one_is_clearly_faster() -> None:
     """p may or may not be slower than BLAS; q, level with p in use, is faster than both."""
     for q, again in ((201.0, []), (205.0, ["p", "blas"])):
         turns: list[list[str]] = []
@@ -986,14 +990,14 @@ def test_turns_without_pause_are_not_taken_again_where_one_is_clearly_faster() -
         assert winner(record) == ("p" if again else "q")
 
 
-def test_what_is_far_ahead_of_blas_is_compared_without_pause_with_what_is_close_to_it() -> None:
+def test_candidates_far_ahead_of_blas_are_compared_with_close_ones_in_steady_state() -> None:
     times = {"blas": 231.0, "p": 200.0, "q": 203.0, "r": 206.0}
     assert without_pause(times) == ("q", ["p", "q"])
     assert without_pause({**times, "q": 205.0}) == ("p", [])
     assert without_pause({**times, "blas": 229.0}) == ("q", ["blas", "p", "q"])
 
 
-def test_what_blas_outlasts_does_not_win() -> None:
+def test_a_kernel_slower_than_blas_in_steady_state_does_not_win() -> None:
     """A kernel that draws more power than BLAS looks faster when interleaved with others."""
     times = {"blas": 210.0, "p": 190.0, "q": 203.0, "r": 207.5}
     assert without_pause(times, steady={"p": 204.1})[0] == "q"
@@ -1007,7 +1011,7 @@ def test_what_blas_outlasts_does_not_win() -> None:
 @pytest.mark.parametrize(
     ("p", "clear"), [(197.0, True), (198.5, False), (210.0, False), (211.0, True)]
 )
-def test_turns_without_pause_are_taken_again_where_the_first_leaves_it_open(
+def test_steady_state_is_measured_again_where_the_first_measurement_is_unclear(
     p: float, clear: bool
 ) -> None:
     turns: list[list[str]] = []
@@ -1044,7 +1048,7 @@ def test_nor_does_it_answer_in_another_s_place_or_inside_the_bucket() -> None:
     assert {name for name, _ in around[33]} == {"blas", "q"}
 
 
-def test_one_that_fails_without_pause_costs_only_itself() -> None:
+def test_a_launch_that_fails_in_steady_state_costs_only_itself() -> None:
     class Failing(Pauseless):
         def steady(self, runs: Any, rounds: int, **chain: Any) -> list[list[float]]:
             for run in runs:
@@ -1089,7 +1093,7 @@ def test_a_tuning_holds_nothing_between_its_steps() -> None:
     assert record.best.kernel == "k"
 
 
-def test_a_tuning_that_is_closed_frees_what_it_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_closed_tuning_frees_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     released: list[str] = []
     verifier = stages.Verifier
     release = verifier.release
@@ -1107,7 +1111,7 @@ def test_a_tuning_that_is_closed_frees_what_it_holds(monkeypatch: pytest.MonkeyP
     assert tuner.tune(problem(), [FakeBlas()], settings()).best.kernel == "blas"
 
 
-def test_threads_are_started_beside_so_many_stalled_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_are_started_in_addition_to_stalled_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     """16 stalled threads, and as many more as may work."""
     ended = threading.Event()
 

@@ -154,7 +154,7 @@ def test_operands_of_several_dtypes_under_autocast(
     torch.testing.assert_close(y, wanted, atol=5e-2, rtol=2e-2)
 
 
-def test_what_cannot_be_asked_of_sparse_operands() -> None:
+def test_requests_that_sparse_operands_cannot_meet() -> None:
     sparse = A.to_sparse()
     with pytest.raises(
         tmm_core.UnsupportedProblemError, match=r"'triton\.naive' cannot serve sparse"
@@ -196,7 +196,9 @@ FORMS: dict[str, Callable[[Tensor], Tensor]] = {
         ({"bias": torch.randn(2, 4, 3), "alpha": 2.0}, ValueError, "bias must have shape"),
     ],
 )  # fmt: skip
-def test_what_dense_calls_refuse_is_refused(form: str, more: Any, kind: Any, message: str) -> None:
+def test_calls_that_are_refused_when_dense_are_refused(
+    form: str, more: Any, kind: Any, message: str
+) -> None:
     x = FORMS[form](torch.randn(4, 4))
     if x.is_nested and "shape" in message:
         kind, message = RuntimeError, "."  # as torch says it
@@ -235,7 +237,7 @@ class Quantised(Tensor):
         ({"epilogue": "swiglu"}, ValueError, "needs b of width 2N"),
     ],
 )
-def test_what_dense_weights_refuse_a_weight_of_another_type_does(
+def test_a_weight_of_another_type_may_have_another_dtype(
     more: Any, kind: Any, message: str
 ) -> None:
     x, w = A.double(), B.t().contiguous().bfloat16().as_subclass(Quantised)

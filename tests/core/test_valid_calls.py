@@ -74,7 +74,7 @@ MISSES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("miss", MISSES)
-def test_what_misses_is_refused_on_every_path(miss: str, path: str) -> None:
+def test_an_invalid_call_is_refused_on_every_path(miss: str, path: str) -> None:
     more, kind, text = MISSES[miss]
     for name, function in FUNCTIONS.items():
         if name == "batch" and "residual" in miss and "shape" in text:
@@ -108,7 +108,7 @@ def test_a_refusal_is_not_forgotten_by_a_warm_call() -> None:
 
 
 @pytest.mark.slow
-def test_what_misses_is_refused_by_compilers() -> None:
+def test_an_invalid_call_is_refused_by_compilers() -> None:
     for more in ({"scale_b": torch.ones(1)}, {"residual": randn(4, 6, dtype=FP64)}):
         for a in (randn(4, 8), recording(randn(4, 8))):
             torch.compiler.reset()
@@ -325,7 +325,7 @@ GROUPED: dict[str, Tensor] = {
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
 @pytest.mark.parametrize("name", GROUPED)
-def test_groups_refuse_what_has_no_strides(name: str) -> None:
+def test_grouped_calls_refuse_tensors_without_strides(name: str) -> None:
     """Such tensors are refused even after a call with the same shapes, and as meta tensors."""
     tmm_core.grouped_matmul(**GROUPED)
     ways = [Tensor.to_sparse, *[Tensor.to_sparse_csr] * (GROUPED[name].dim() == 2)]
@@ -364,7 +364,7 @@ NUMBERS: list[Any] = [
 
 @pytest.mark.filterwarnings("ignore:Casting complex values to real")  # torch's, for complex64
 @pytest.mark.parametrize("alpha", NUMBERS, ids=lambda value: f"{type(value).__name__} {value}")
-def test_alpha_is_what_addmm_takes(alpha: Any) -> None:
+def test_alpha_takes_the_numbers_that_addmm_takes(alpha: Any) -> None:
     a, b, bias = randn(4, 8, dtype=FP32), randn(8, 6, dtype=FP32), randn(6, dtype=FP32)
     wanted = torch.addmm(bias, a, b, alpha=alpha)
     whole: dict[str, Callable[[], Tensor]] = {

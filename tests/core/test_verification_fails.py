@@ -73,7 +73,7 @@ def _in_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     ("error", "places"), [(MEMORY, 6), (HOST, 2), (LACKING, 8)], ids=["GPU", "CPU", "operation"]
 )
 @pytest.mark.slow
-def test_an_error_at_any_operation_is_no_fault_of_the_kernel(error: Exception, places: int) -> None:
+def test_an_error_at_any_operation_is_not_the_kernels_fault(error: Exception, places: int) -> None:
     counted = FailsAt(-1, error)
     assert verdict(Verifier(PROBLEM, CPU), counted).ok
     for at in random.Random(0).sample(range(1, counted.count), places):

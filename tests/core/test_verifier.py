@@ -341,7 +341,7 @@ def test_wrong_never_wins_end_to_end() -> None:
         assert evidence.reason
 
 
-def test_what_overwrites_its_inputs_spoils_them_for_nobody() -> None:
+def test_a_kernel_that_overwrites_its_inputs_affects_no_other() -> None:
     instance = problem()
     verifier = Verifier(instance, CPU)
     right = FakeKernel("right").bind(instance, ANY)
@@ -401,7 +401,7 @@ def test_free_memory_is_poisoned_just_before_a_launcher_allocates_its_result(
 
 
 @pytest.mark.parametrize("epilogue", ["identity", "silu", "swiglu"])
-def test_special_values_in_pieces_are_those_of_the_whole(epilogue: str) -> None:
+def test_non_finite_values_in_pieces_equal_those_of_the_whole(epilogue: str) -> None:
     instance = problem(m=200, n=150, k=40, residual=F32, epilogue=parse(epilogue))
     data = DataSets(instance, CPU, 1 << 28, sampled=False)
     inputs = data.sets()[1].inputs
@@ -491,7 +491,7 @@ EDGES = {
 
 @pytest.mark.parametrize("name", EDGES)
 @pytest.mark.slow(quick=6)
-def test_what_is_right_passes(name: str) -> None:
+def test_a_right_kernel_passes(name: str) -> None:
     found = verdict(lambda right, *rest: right(*rest), EDGES[name], repeats=2)
     assert found.ok, found.reason
 
@@ -737,7 +737,7 @@ def test_a_reference_in_pieces_is_the_reference() -> None:
 
 
 @pytest.mark.parametrize("name", EDGES)
-def test_both_sets_are_of_the_class_asked(name: str) -> None:
+def test_both_sets_are_of_the_requested_class(name: str) -> None:
     problem = EDGES[name]
     if 0 in (problem.m, problem.k):
         pytest.skip("no class to speak of")
@@ -834,7 +834,7 @@ def test_a_users_epilogue_is_verified_by_its_reference() -> None:
     assert verdict(lambda right, *rest: right(*rest), problem(epilogue=shifted)).ok
 
 
-def test_traits_decide_what_repeats_are_held_to() -> None:
+def test_traits_decide_how_repeats_are_compared() -> None:
     calls = [0]
 
     def wavering(right: Any, *rest: Any) -> Any:

@@ -68,7 +68,7 @@ def test_nothing_on_record(capsys: pytest.CaptureFixture[str]) -> None:
     assert found == []
 
 
-def test_what_is_right_is_stamped(fine: FakeKernel, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_right_record_is_stamped(fine: FakeKernel, capsys: pytest.CaptureFixture[str]) -> None:
     document = record(fine, 24).problem
     tmm_core.tune(tmm_core.problem(torch.empty(32, 16), torch.empty(16, 8)))
     problem = warm.recall(document, torch.device("cpu"))

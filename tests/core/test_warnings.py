@@ -145,7 +145,7 @@ def test_it_points_at_the_call(
         assert f'"{how}": lambda: ' in lines[warning.lineno - 1]
 
 
-def test_what_strangers_give_is_cut_to_a_length() -> None:
+def test_texts_of_other_code_are_cut_to_a_length() -> None:
     """200 characters of a repr, 2000 of an exception, and a mark where there were more."""
 
     class Long:
@@ -176,7 +176,7 @@ class Text(str):
         return "another"
 
 
-def test_a_strangers_text_is_plain_and_short() -> None:
+def test_a_text_of_other_code_is_plain_and_short() -> None:
     for text, found in (
         ("a\nb\tc é", "a\nb\tc é"), ("\x1b[31m", "\\x1b[31m"), ("\ud800", "\\ud800"),
         ("x" * 2000, "x" * 2000), ("x" * 2001, "x" * 2000 + "…"), (Text("own"), "own"), ("", ""),

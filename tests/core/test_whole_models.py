@@ -51,7 +51,7 @@ def _rows() -> list[str]:
 ROWS = _rows()
 
 
-def test_the_rows_are_those_of_the_benchmark(bench: Any) -> None:
+def test_the_rows_equal_the_benchmarks(bench: Any) -> None:
     assert set(ROWS) == set(bench.ROWS)
 
 

@@ -187,7 +187,7 @@ def test_a_training_step_in_a_cuda_graph(cold: bool) -> None:
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_a_gated_mlp_learns_in_one_product(bias: bool) -> None:
+def test_a_gated_mlp_trains_with_one_product(bias: bool) -> None:
     mlp = SwiGLU(256, 512, bias=bias, device="cuda", dtype=torch.bfloat16)
     x = randn(3, 100, 256).requires_grad_()
     wanted = [x, *mlp.parameters()]

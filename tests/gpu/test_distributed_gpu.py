@@ -159,7 +159,7 @@ def test_ranks_divide_the_work_and_agree(world: World, tmp_path: Path) -> None:
         assert {"blas"} < verified, verified
 
 
-def test_a_rank_that_dies_hangs_nobody(tmp_path: Path) -> None:
+def test_a_rank_that_dies_hangs_no_other(tmp_path: Path) -> None:
     mortals = World(GPUS, "nccl")
     try:
         outcomes = mortals.run(partial(tune, str(tmp_path), fatal=1, timeout=20.0), timeout=180)

@@ -119,12 +119,12 @@ CACHE = [
     Mutant("cache-notes-refused", "tmm_cache/notes.py", "notes = {**self._unwritten, about: value}",
            "notes = {about: value}", "a miss that a full disk refused is never noted",
            ("tests/cache/test_cache_misses.py::"
-            "test_what_a_full_disk_refused_is_noted_with_the_next_miss",)),
+            "test_a_miss_that_a_full_disk_refused_is_noted_with_the_next",)),
     Mutant("cache-notes-refused-thread", "tmm_cache/notes.py",
            "        for each in notes:  # not", "        for each in [*self._unwritten]:  # not",
            "a note of another thread that the disk refuses is forgotten",
            ("tests/cache/test_cache_misses.py::"
-            "test_what_a_full_disk_refused_is_noted_with_the_next_miss",)),
+            "test_a_miss_that_a_full_disk_refused_is_noted_with_the_next",)),
     Mutant("cache-write-names-no-file", "tmm_cache/disk.py",
            "if isinstance(error, OSError) and error.errno:", "if False:",
            "the error of a full disk does not name the file",

@@ -7,7 +7,7 @@ from mutant import Mutant
 VALID = "tests/core/test_valid_calls.py"
 SKIPPED = "tests/core/test_skipped_rows.py"
 DEFAULTS = "tests/core/test_defaults.py"
-MISSES = (f"{VALID}::test_what_misses_is_refused_on_every_path",)
+MISSES = (f"{VALID}::test_an_invalid_call_is_refused_on_every_path",)
 BLAS = "tests/plugins/test_blas.py"
 UNUSUAL = "tests/core/test_unusual.py"
 
@@ -72,15 +72,15 @@ VALID_CALLS = [
            "    one_row, width = _checked(call, parsed)\n",
            "    one_row, width = _checked(call, parsed) if dense else (False, 0)\n",
            "what is added to a sparse product is not checked",
-           (f"{UNUSUAL}::test_what_dense_calls_refuse_is_refused",)),
+           (f"{UNUSUAL}::test_calls_that_are_refused_when_dense_are_refused",)),
     Mutant("nested-unchecked", "interop/fallbacks.py",
            "        check_terms(call, Pair(None, None, a.dtype), epilogue, bias=bias, residual=residual)\n", "",
            "what is added to a nested product is not checked",
-           (f"{UNUSUAL}::test_what_dense_calls_refuse_is_refused",)),
+           (f"{UNUSUAL}::test_calls_that_are_refused_when_dense_are_refused",)),
     Mutant("foreign-unchecked", "interop/fallbacks.py",
            "    cast_first(lambda formed: _checked(formed, parsed), formed)\n", "",
            "what is added to a product of another library is not checked",
-           (f"{UNUSUAL}::test_what_dense_weights_refuse_a_weight_of_another_type_does",)),
+           (f"{UNUSUAL}::test_a_weight_of_another_type_may_have_another_dtype",)),
     Mutant("sparse-result", "interop/fallbacks.py",
            "y.to(call.out_dtype or z.dtype)", "(y if call.out_dtype is None else y.to(call.out_dtype))",
            "a residual decides the dtype of a sparse product",
@@ -110,7 +110,7 @@ VALID_CALLS = [
            (f"{VALID}::test_layers_on_meta",)),
     Mutant("alpha-numpy-bool", "launch/check.py", "        alpha = float(alpha)  # numpy's",
            "        alpha = +alpha  # numpy's", "a problem holds numpy's bool, which is no JSON",
-           (f"{VALID}::test_alpha_is_what_addmm_takes",)),
+           (f"{VALID}::test_alpha_takes_the_numbers_that_addmm_takes",)),
     Mutant("alpha-integers", "tmm_blas/blas.py",
            "        if whole:\n", "        if False:\n",
            "integers are rounded to fp32", (f"{VALID}::test_integers_are_scaled_as_integers",)),
@@ -194,11 +194,11 @@ SKIPPED_ROWS = [
     Mutant("plan-negative-view", "launch/plan.py",
            "        self._refuse_lazy(named.items())\n", "",
            "a kernel reads a negative view without its sign",
-           ("tests/core/test_plan.py::test_a_plan_refuses_views_that_negate_what_kernels_read",)),
+           ("tests/core/test_plan.py::test_a_plan_refuses_lazily_negated_views",)),
     Mutant("plan-made-of-negative-view", "launch/plan.py",
            "        self._refuse_lazy(zip(TENSORS, call.tensors, strict=True))\n", "",
            "a plan is made for negative views, which its kernel reads without their sign",
-           ("tests/core/test_plan.py::test_a_plan_refuses_views_that_negate_what_kernels_read",)),
+           ("tests/core/test_plan.py::test_a_plan_refuses_lazily_negated_views",)),
     Mutant("plan-out-learned", "launch/plan.py",
            "        if out.requires_grad and torch.is_grad_enabled():\n", "        if False:\n",
            "autograd does not hear of a plan's write to out",

@@ -162,7 +162,7 @@ ELSEWHERE = [
            "        write_atomically(path, data)\n"
            "        write_environment(path.parent, environment)\n",
            "a crash leaves a record of nobody knows what",
-           ("tests/cache/test_cache_faults.py::test_a_record_never_lies_without_its_environment",)),
+           ("tests/cache/test_cache_faults.py::test_a_record_is_never_stored_without_its_environment",)),
     Mutant("given-up-continues", "tools/ranks.py",
            "            if board.has(verdict):  # this rank has been given up\n                break\n", "",
            "a rank measures what others have taken over",
@@ -236,7 +236,7 @@ ELSEWHERE = [
            "        at = column + part // EACH * N + part % EACH * C.box_columns\n        if C.B_COL:",
            "        at = column + part * C.box_columns\n        if C.B_COL:",
            "of a gated weight other columns are prefetched than are loaded",
-           ("tests/plugins/test_dependent_launch.py::test_what_is_prefetched_is_what_is_loaded_first",)),
+           ("tests/plugins/test_dependent_launch.py::test_the_prefetched_part_is_loaded_first",)),
     Mutant("hopper-strip-phase", "hopper/consumer.py",
            "if C.subtiles // C.buffers % 2 == 1:", "if C.subtiles == C.buffers:",
            "a residual of six strips is waited for without end", (f"{HOPPER}::test_a_tile_of_two_products",)),

@@ -330,7 +330,7 @@ ENVIRON = [
         reraise(error)
         return Fault(path.parent""",
         "a handler's FileNotFoundError is taken for an absent record",
-        (f"{LAYOUT}::test_no_handler_swallows_what_a_signal_raised",),
+        (f"{LAYOUT}::test_no_handler_swallows_a_signals_exception",),
     ),
     Mutant(
         "signal-no-record",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from mutant import Mutant
 
 FILES = "tests/core/test_epilogue_files.py"
-SPELLED = "tests/core/test_spellings.py::test_another_is_refused_with_what_to_write"
+SPELLED = "tests/core/test_spellings.py::test_another_spelling_is_refused_with_advice"
 JIT, PACKAGE = "triton/device_functions.py", "epilogues/__init__.py"
 
 EPILOGUE_FILES = [
@@ -27,13 +27,13 @@ EPILOGUE_FILES = [
     Mutant("text-device", "spec/epilogue.py",
            "if not callable(function) and (function is not None or name == \"reference\"):", "if False:",
            "a kernel fails where the epilogue was wrong",
-           (f"{FILES}::test_what_is_no_device_function_is_refused",)),
+           (f"{FILES}::test_an_invalid_device_function_is_refused",)),
     Mutant("tensor-flag", "spec/epilogue.py", "if type(flag := getattr(self, name)) is not bool:", "if False:",
            "an epilogue whose flag is a tensor sets every kernel aside",
-           ("tests/core/test_boundaries_registry.py::test_what_is_no_epilogue",)),
+           ("tests/core/test_boundaries_registry.py::test_an_invalid_epilogue_is_refused",)),
     Mutant("text-port", "spec/port.py", "if self.device is not None and not callable(self.device):", "if False:",
            "a kernel fails where the output was wrong",
-           (f"{FILES}::test_what_is_no_device_function_is_refused",)),
+           (f"{FILES}::test_an_invalid_device_function_is_refused",)),
     Mutant("gated-unfound", "epilogues/_gated.py", "    GATED_BY[activation.name] = name\n", "",
            "layers do not find a gated form", (f"{FILES}::test_an_epilogue_is_its_file",)),
     Mutant("gated-product-rule", "epilogues/relu.py", ", device_derivative=reglu_slopes", "",

@@ -13,9 +13,9 @@ VALUES = (f"{QUANTIZED}::test_values_of_either_operand",)
 EXPERTS = (f"{QUANTIZED}::test_values_of_experts",)
 PAIRS = (f"{QUANTIZED}::test_a_named_format_allows_more_pairs_than_an_implied_one",)
 SCALES = "tests/core/test_scale_grids.py"
-TEXTS = (f"{SCALES}::test_what_a_record_says",)
+TEXTS = (f"{SCALES}::test_the_record_of_scales",)
 EXPONENTS = (f"{SCALES}::test_exponents_have_torchs_values",)
-GRIDS_REFUSED = (f"{SCALES}::test_what_is_refused",)
+GRIDS_REFUSED = (f"{SCALES}::test_invalid_arguments_are_refused",)
 BINDING = "tmm_blas/dequantized.py"
 ROWS = "tests/core/test_quantize_rows.py"
 EPILOGUE = "tests/plugins/test_quantize_epilogue.py"
@@ -140,10 +140,10 @@ FORMATS = [
            "numbers are rounded up", (f"{ROWS}::test_the_kernel",)),
     Mutant("blocks-padding", "tmm_blas/cublaslt_blocks.py",
            "    beyond = -rows % _UNIT\n", "    beyond = 0\n",
-           "cuBLASLt reads the scales of other blocks", (f"{ROWS}::test_scales_lie_as_cublaslt_reads_them",)),
+           "cuBLASLt reads the scales of other blocks", (f"{ROWS}::test_scales_have_cublaslts_memory_layout",)),
     Mutant("blocks-order", "tmm_blas/cublaslt_blocks.py",
            "    return scale.t().contiguous().t()\n", "    return scale.contiguous()\n",
-           "cuBLASLt reads the scales of other rows", (f"{ROWS}::test_scales_lie_as_cublaslt_reads_them",)),
+           "cuBLASLt reads the scales of other rows", (f"{ROWS}::test_scales_have_cublaslts_memory_layout",)),
     Mutant("values-fp16", "tmm_blas/dequantized.py",
            "    if problem.value is not torch.bfloat16:\n        return None\n    fused", "    fused",
            "a scale beyond fp16 makes a weight infinite",
@@ -164,7 +164,7 @@ FORMATS = [
            "zero points of 8 are not those of symmetric weights", (f"{DEQUANTISE}::test_values",)),
     Mutant("dequantise-layout", "triton/dequantize.py",
            'if operand.layout != ("row" if of == "a" else "col"):', 'if operand.layout == "strided":',
-           "values are read along the other dimension", (f"{DEQUANTISE}::test_what_it_leaves_to_torch",)),
+           "values are read along the other dimension", (f"{DEQUANTISE}::test_operands_that_it_leaves_to_torch",)),
     Mutant("blas-zero", BINDING, "form.values(t, scale, zero, ", "form.values(t, scale, None, ",
            "zero points are ignored", VALUES),
     Mutant("blas-grid", BINDING, "form.values(t, scale, zero, ", "form.values(t, None, zero, ",

@@ -98,7 +98,7 @@ GROUPED = [
         "    if has_format(call):\n        return autograd_state.record",
         "    if False:\n        return autograd_state.record",
         "scales are dropped where a bias learns",
-        (f"{EIGHT}::test_there_is_no_derivative",),
+        (f"{EIGHT}::test_products_of_8_bit_floats_have_no_derivative",),
     ),
     Mutant(
         "grouped-poisoned-scales",

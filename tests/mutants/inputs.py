@@ -6,7 +6,7 @@ from mutant import Mutant
 
 VALID = "tests/core/test_valid_calls.py"
 QUANTIZED = "tests/core/test_quantized_tensor.py"
-DENSE = (f"{VALID}::test_groups_refuse_what_has_no_strides",)
+DENSE = (f"{VALID}::test_grouped_calls_refuse_tensors_without_strides",)
 INFERENCE = (f"{QUANTIZED}::test_calls_in_inference_mode",)
 
 INPUTS = [

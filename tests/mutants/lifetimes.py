@@ -46,7 +46,7 @@ LIFETIMES = [
            "        self.stored, self.scale, self.zero = other.stored, other.scale, other.zero\n",
            "",
            "a quantised tensor whose data is assigned keeps its old values",
-           ("tests/core/test_quantized_tensor.py::test_assigned_data_is_what_products_read",)),
+           ("tests/core/test_quantized_tensor.py::test_products_read_assigned_data",)),
     Mutant("lifetimes-json-escapes", "tmm_base/console.py",
            "        text = json.dumps(finite, indent=2)\n",
            "        pass\n",
@@ -56,5 +56,5 @@ LIFETIMES = [
            'number == len(lines) and line.startswith(b"{")',
            "number == len(lines)",
            "a file that is no result shows nothing, without a word",
-           ("tests/core/test_bench.py::test_a_single_line_that_is_no_result_is_refused",)),
+           ("tests/core/test_bench.py::test_a_single_line_that_is_not_a_result_is_refused",)),
 ]  # fmt: skip

@@ -247,9 +247,7 @@ PACKED = [
         "        with suppress(OSError):\n"
         "            self._channel.send_bytes(json.dumps(message).encode())\n",
         "a call waits for compilers that start",
-        (
-            "tests/core/test_compilers.py::test_nobody_waits_to_send_jobs_to_a_server_that_still_starts",
-        ),
+        ("tests/core/test_compilers.py::test_no_call_waits_to_send_jobs_to_a_starting_server",),
     ),
     Mutant(
         "blocks-rows",
@@ -257,7 +255,7 @@ PACKED = [
         "if beyond := -rows % _UNIT:",
         "if beyond := 0:",
         "cuBLASLt refuses 33 rows",
-        ("tests/core/test_quantize_rows.py::test_scales_lie_as_cublaslt_reads_them",),
+        ("tests/core/test_quantize_rows.py::test_scales_have_cublaslts_memory_layout",),
     ),
     Mutant(
         "mixed-rounded-for-fp32",

@@ -31,7 +31,7 @@ POOL = [
         "compiling_threads() + _SPARE",
         "compiling_threads()",
         "kernels wait for two candidates of another that hang",
-        (f"{COMPILERS}::test_what_hangs_keeps_no_other_kernel_waiting",),
+        (f"{COMPILERS}::test_a_config_that_hangs_delays_no_other_kernel",),
     ),
     Mutant(
         "pool-all-cpus",
@@ -58,7 +58,7 @@ POOL = [
         "    os.ftruncate(1, 0)",
         "    pass",
         "a failure shows what another job of the worker printed",
-        (f"{COMPILERS}::test_the_server_ends_when_nobody_needs_it",),
+        (f"{COMPILERS}::test_an_unused_server_ends",),
     ),
     Mutant(
         "pool-orphans",
@@ -114,7 +114,7 @@ POOL = [
         "idle = 0.0 if self._running or readable else idle + _LOOK",
         "idle = 0.0 if readable else idle + _LOOK",
         "a pool ends while a job runs",
-        (f"{PARTS}::test_a_host_serves_until_nobody_needs_it",),
+        (f"{PARTS}::test_a_host_serves_until_it_is_unused",),
     ),
     Mutant(
         "pool-workers-left",
@@ -154,7 +154,7 @@ POOL = [
         "if self._broken or not _startable():",
         "if not _startable():",
         "after a fault another pool is started for each job",
-        (f"{PARTS}::test_what_is_no_answer_is_a_fault",),
+        (f"{PARTS}::test_an_invalid_answer_is_a_fault",),
     ),
     Mutant(
         "pool-waiter-sleeps",

@@ -20,7 +20,7 @@ REDRAWN = [
            "if isinstance(owner, types.ModuleType) else", "if not isinstance(owner, types.ModuleType) else",
            "a model that read a module's constant cannot be pickled",
            ("tests/core/test_replaced_code.py::"
-            "test_copies_of_what_was_reached_name_modules_and_classes",)),
+            "test_copies_of_examined_state_refer_to_modules_and_classes",)),
     Mutant("redrawn-samples-of-pace", "interop/aten_answers.py",
            "self.saves_us\n        pace.calls = calls = pace.calls + 1\n        if calls >=",
            "self.saves_us\n        pace.calls = calls = pace.calls + 1\n        if calls <",
@@ -60,16 +60,16 @@ REDRAWN = [
            "if self.functions and not torch.compiler.is_compiling():", "if self.functions:",
            "a compiled model reads code, which older compilers cannot",
            ("tests/core/test_replaced_code.py::"
-            "test_copies_of_what_was_reached_name_modules_and_classes",)),
+            "test_copies_of_examined_state_refer_to_modules_and_classes",)),
     Mutant("redrawn-product-of-a-graph", "nn/projections.py",
            'getattr(layer, "__dict__", {}).pop("_joint_product", None)', "pass",
            "undone layers keep an attribute that a compiled graph set",
            ("tests/core/test_projections.py::"
-            "test_logits_state_and_memory_are_those_of_the_unconverted",)),
+            "test_logits_state_and_memory_equal_the_unconverted_models",)),
     Mutant("redrawn-experts-of-a-suite", "bench/suites.py",
            "if any(len(one) != 3 for one in", "if all(len(one) != 3 for one in",
            "experts of another number of sizes are benchmarked beside others",
-           ("tests/core/test_grouped.py::test_benched_beside_torch_and_a_loop",)),
+           ("tests/core/test_grouped.py::test_grouped_products_are_benched_with_torch_and_a_loop",)),
     Mutant("redrawn-groups-of-64", "tmm_triton/triton_kernel.py",
            "(16, 32, 64, 128, 256, 512)", "(16, 32, 63, 128, 256, 512)",
            "Triton kernels decline scales for groups of 64",

@@ -160,7 +160,7 @@ def test_parts_of_different_lengths_have_different_reduction_orders() -> None:
     assert kernel.arithmetic(problem(), replace(SPLIT, SPLIT_K=1)) == "sm90-k16"
 
 
-def test_parts_summed_by_one_program_are_those_of_several() -> None:
+def test_parts_summed_by_one_program_equal_those_of_several() -> None:
     kernel = Persistent()
     assert kernel.arithmetic(problem(), PERSISTENT) == "sm90-k16"
     assert kernel.arithmetic(problem(), replace(PERSISTENT, PARTS=4)) == "sm90-k16/split4"
@@ -228,7 +228,7 @@ def test_elsewhere_nothing_is_claimed() -> None:
     assert grouped.arithmetic(problem(device=A100), config) != grouped.arithmetic(tf32, config)
 
 
-def test_what_is_copied_first_sums_as_what_multiplies_it() -> None:
+def test_a_copying_kernel_has_the_arithmetic_of_its_inner_kernel() -> None:
     kernel = Realigned()
     instance = problem(k=5119, a=Operand(BF16, aligned=False), b=Operand(BF16, "col", False))
     config = RealignedConfig(inner="triton.persistent", config=PERSISTENT)

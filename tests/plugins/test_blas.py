@@ -45,7 +45,7 @@ def test_gate_and_up_by_a_product_each(
         ("swiglu", {"out_dtype": torch.float64}),
     ],
 )
-def test_what_has_no_halves_is_refused(epilogue: str, more: dict[str, object]) -> None:
+def test_a_product_without_halves_is_refused(epilogue: str, more: dict[str, object]) -> None:
     a, b = torch.randn(3, 4), torch.randn(4, 6)
     with pytest.raises(tmm_core.PluginError, match="halves need a gated 2-D product"):
         tmm_core.matmul(a, b, epilogue=epilogue, kernel="blas", config=HALVES, **more)  # type: ignore[arg-type]

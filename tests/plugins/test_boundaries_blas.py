@@ -331,7 +331,7 @@ def ones_of(z: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("terms", [{}, {"residual": torch.ones(8, 8)}], ids=["", "residual"])
-def test_zeros_beyond_the_last_group_are_not_written_to_what_an_epilogue_returns(
+def test_zeros_beyond_the_last_group_are_not_written_to_an_epilogues_result(
     terms: dict[str, Any],
 ) -> None:
     """An epilogue may return an expanded tensor, with fewer elements than its shape."""
@@ -412,7 +412,7 @@ def scaled_mm(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("scales", ["none", "tensor", "row", "row and tensor"])
 @pytest.mark.parametrize("dtype", [BF16, FP32, torch.float64], ids=str)
 @pytest.mark.parametrize("m", [1, 16])
-def test_terms_beside_an_8_bit_product_are_all_applied(
+def test_all_terms_of_an_8_bit_product_are_applied(
     scaled_mm: None, scales: str, dtype: torch.dtype, m: int
 ) -> None:
     a = torch.randn(m, 3 * 32)[:, :32].to(E4M3)

@@ -130,7 +130,7 @@ CONFIGS = [*KERNELS.items(), (SplitK(), AHEAD), (SplitK(), replace(AHEAD, SPLIT_
 @pytest.mark.parametrize("size", [(37, 29, 51), (33, 16, 48), (1, 40, 16)], ids=str)
 @pytest.mark.parametrize(("kernel", "config"), CONFIGS, ids=lambda of: getattr(of, "name", ""))
 @pytest.mark.slow(quick=6)
-def test_nothing_is_touched_beside_an_operand(
+def test_nothing_is_accessed_outside_an_operand(
     kernel: Any, config: Any, size: tuple[int, int, int], fences: Fences
 ) -> None:
     """Even unused loads must stay inside: the next page may not be mapped."""
@@ -277,7 +277,7 @@ def misaligned(rows: int, columns: int, **fields: Any) -> Misaligned:
     return found
 
 
-def test_rows_of_a_copy_are_no_longer_than_they_need_to_be() -> None:
+def test_rows_of_a_copy_have_the_shortest_aligned_length() -> None:
     assert [misaligned(8, k).pitch for k in (1, 63, 64, 65, 128)] == [64, 64, 64, 128, 128]
 
 
@@ -298,7 +298,7 @@ def test_a_copy_is_wide_by_its_own_rows() -> None:
 
 
 @interpreted
-def test_a_lone_row_of_any_stride_is_copied() -> None:
+def test_a_single_row_of_any_stride_is_copied() -> None:
     a = torch.randn(64).to(FP16)[1:52].as_strided((1, 51), (2**40, 1), 1)
     b = torch.randn(51, 16, dtype=FP16)
     problem = problem_of(a, b, torch.empty(1, 16, dtype=FP16))
@@ -336,7 +336,7 @@ def test_so_many_configs_are_proposed_and_no_more(m: int, n: int) -> None:
         assert len(list(hopper_configs(replace(problem, batch_invariant=True)))) <= 16 + 8
 
 
-def test_a_band_of_tiles_is_no_higher_than_the_result() -> None:
+def test_a_band_of_tiles_does_not_exceed_the_result() -> None:
     for m in (1, 200, 1000):
         for config in hopper_configs(ask(m, 8192, 8192)):
             assert max(1, -(-m // config.BLOCK_M)) >= config.GROUP_M
@@ -552,7 +552,7 @@ def test_the_anatomy_of_a_tile() -> None:
     assert (found.group_m, found.tiles, found.steps, found.at_once) == (4, 18, 16, 132)
 
 
-def test_resources_are_those_of_every_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resources_of_every_launch_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def build(name: str, **metadata: int) -> Any:
         compiled = SimpleNamespace(
             asm={"cubin": name.encode()}, metadata=SimpleNamespace(shared=7, **metadata)

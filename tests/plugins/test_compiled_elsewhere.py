@@ -83,7 +83,9 @@ def described(fn: Any, types: Any, constants: Any, divisible: Any, options: Any)
 
 @pytest.mark.parametrize("kernel", list(kernels()), ids=lambda kernel: kernel.name)
 @pytest.mark.slow(quick=6)
-def test_builds_are_what_bind_compiles(kernel: Built[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_builds_equal_the_compilations_of_bind(
+    kernel: Built[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     bound: list[Any] = []
     initialise = Launch.__init__
 

@@ -97,7 +97,7 @@ def test_only_few_rows_are_early() -> None:
 
 
 @pytest.mark.parametrize("kernel", [Skinny(), SplitK()], ids=lambda kernel: kernel.name)
-def test_what_is_not_loaded_ahead_cannot_be_early(kernel: Any) -> None:
+def test_operands_that_are_not_loaded_ahead_cannot_be_early(kernel: Any) -> None:
     ahead = 2 if kernel.name == "triton.skinny" else 1
     config = next(c for c in kernel.configs(SAID) if c.early == "b")
     assert config.num_stages == ahead
@@ -138,7 +138,7 @@ def test_nothing_overlaps_where_the_gpu_cannot(kernel: Any) -> None:
 
 
 @pytest.mark.parametrize("kernel", [Skinny(), SplitK()], ids=lambda kernel: kernel.name)
-def test_waiting_asks_for_nothing(kernel: Any) -> None:
+def test_waiting_needs_no_promise(kernel: Any) -> None:
     for config in kernel.configs(SAID):
         waiting = dataclasses.replace(config, early="wait")
         assert waiting.assumes == ()
@@ -223,7 +223,9 @@ def _programs(ways: dict[str, Any], consumers: int, pingpong: bool, usual: int) 
         ('"a" if C.early == "b" else "ab"', '"ab"'),
     ],
 )
-def test_the_model_sees_what_comes_too_early(line: str, instead: str, tmp_path: Path) -> None:
+def test_the_model_detects_accesses_that_come_too_early(
+    line: str, instead: str, tmp_path: Path
+) -> None:
     module = changed(line, instead, tmp_path)
     wrong = 0
     for seed, early in itertools.product(range(6), ("wait", "b")):
@@ -243,7 +245,7 @@ def test_the_model_sees_what_comes_too_early(line: str, instead: str, tmp_path: 
     [(4096, 4096, False), (1000, 1000, False), (40, 2056, False), (48, 100, False),
      (1000, 1000, True), (96, 2056, True)],
 )  # fmt: skip
-def test_what_is_prefetched_is_what_is_loaded_first(
+def test_the_prefetched_part_is_loaded_first(
     n: int, k: int, two: bool, gated: bool, layout: str
 ) -> None:
     """This includes tiles of two adjacent products."""

@@ -153,7 +153,7 @@ def problem_of(b: Operand, **changes: Any) -> Problem:
     return replace(problem, **changes)
 
 
-def test_what_it_leaves_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_operands_that_it_leaves_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch's operators serve every other operand."""
     bound: list[Any] = []
     monkeypatch.setattr(module, "Dequantize", lambda *given: bound.append(given) or "bound")
@@ -197,7 +197,7 @@ def test_scales_of_rows_are_applied_where_they_are_folded(monkeypatch: pytest.Mo
         ("int4", True, 40, {"stored_ptr": 16, "stride_z": 16, "stride_n": 16}),
     ],
 )
-def test_what_the_compiler_knows_of_alignment(
+def test_which_alignment_the_compiler_knows(
     form: str, aligned: bool, k: int, divisible: dict[str, int]
 ) -> None:
     dtype = formats.named(form).storage[0]

@@ -49,7 +49,7 @@ def test_all_estimates_start_from_one_machine(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (9, 4)])
-def test_a_gpu_without_data_gets_guesses(capability: tuple[int, int]) -> None:
+def test_a_gpu_without_data_gets_estimated_rates(capability: tuple[int, int]) -> None:
     device = replace(H200, name="Some GPU", capability=capability, sm_count=100)
     assert Machine.of(device).memory == 8e5
     assert Machine.of(replace(device, sm_count=200)).memory == 1.6e6
@@ -73,7 +73,7 @@ def test_rates_by_dtype() -> None:
     [("nvidia-h200-sm90-132", H200), ("nvidia-h100-80gb-hbm3-sm90-132", H100)],
 )
 @pytest.mark.slow
-def test_guesses_are_good_where_times_are_known(
+def test_untuned_choices_are_good_where_times_are_known(
     folder: str, device: DeviceFingerprint, tmp_path: Path
 ) -> None:
     """Compared with the shipped records, an untuned choice takes less than 10 % longer than the

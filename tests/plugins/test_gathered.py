@@ -65,7 +65,7 @@ def test_rows_are_copied_and_multiplied(index: torch.dtype) -> None:
     torch.testing.assert_close(out, wanted, equal_nan=True)
 
 
-def test_what_is_declined() -> None:
+def test_unsupported_problems_are_declined() -> None:
     def reason(given: Problem) -> str:
         return "; ".join(KERNEL.reasons_against(given))
 

@@ -16,7 +16,7 @@ COMMAND = "python tests/proposals.py"
 
 
 @pytest.mark.skipif(bool(missing_toolchain()), reason="kernels decline without a C compiler")
-def test_proposals_are_those_of_the_table() -> None:
+def test_proposals_equal_the_table() -> None:
     known = json.loads(TABLE.read_text("utf-8"))
     if known[""]["triton"] != triton.__version__:
         pytest.skip(f"the table was made with Triton {known['']['triton']}")

@@ -43,7 +43,7 @@ def test_only_another_version_excuses_another_digest() -> None:
     assert changed(table("3", "a"), {}) == {}
 
 
-def test_positions_and_names_are_no_machine_code() -> None:
+def test_positions_and_names_are_not_machine_code() -> None:
     ptx = (
         "//\n.version 8.7\n.target sm_90a\n.visible .entry one_kernel(\n.loc 1 2 3\n"
         "$L__tmp1:\nadd.f32 %f1, %f2; // k.py:7\n\t}\n\t.section\t.debug_str\n{ k.py }\n"

@@ -92,7 +92,7 @@ def test_tiles_have_groups(kernel: Any, config: Any, text: str, outputs: Any) ->
 
 @pytest.mark.parametrize("kernel", ["triton.grouped", "triton.fused_epilogue"])
 @pytest.mark.parametrize("n", [72, 300])
-def test_calls_give_what_quantize_rows_gives(kernel: str, n: int) -> None:
+def test_calls_give_the_result_of_quantize_rows(kernel: str, n: int) -> None:
     gated = kernel == "triton.fused_epilogue"
     a, b = torch.randn(2, 9, 40), torch.randn(40, 2 * n if gated else n)
     a[1, 3] *= 1e-3
@@ -303,7 +303,7 @@ def test_kernels_without_groups_decline_tiles_that_have_them() -> None:
 
 @pytest.mark.parametrize("dtype", [FP32, BF16, torch.float16])
 @pytest.mark.parametrize("n", [128, 300, 1, 0])
-def test_blas_gives_what_quantize_rows_gives(dtype: torch.dtype, n: int) -> None:
+def test_blas_gives_the_result_of_quantize_rows(dtype: torch.dtype, n: int) -> None:
     a, b = torch.randn(3, 7, 24).to(dtype), torch.randn(24, n).to(dtype)
     y, *found = tmm_core.matmul(a, b, epilogue="gelu+quantize", kernel="blas")
     same(tuple(found), quantize_rows(y, group=128))

@@ -234,7 +234,7 @@ def test_ends_are_read_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @interpreted
-def test_wrong_ends_are_no_addresses_outside() -> None:
+def test_wrong_ends_give_no_address_outside() -> None:
     """Beyond the rows, or below none: what is computed is of rows there are."""
     a, b = torch.randn(8, 16), torch.randn(3, 16, 16)
     memory = torch.full((24, 16), -1.0)
@@ -288,7 +288,7 @@ def test_tiles_follow_the_rows_that_a_group_has() -> None:
     assert max(c.BLOCK_N for c in KERNEL.configs(replace(LARGE, groups=Groups(8, "n")))) == 128
 
 
-def test_what_is_declined() -> None:
+def test_unsupported_problems_are_declined() -> None:
     plain = replace(LARGE, groups=None)
     assert KERNEL.reasons_against(plain)[-1] == "is for ragged products"
     assert "does not serve products that are ragged along m" in Grouped().reasons_against(LARGE)

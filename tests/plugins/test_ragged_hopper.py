@@ -275,7 +275,7 @@ def test_fused_work_of_groups(consumers: int, pingpong: bool, ways: dict[str, bo
 @pytest.mark.parametrize("ways", [{}, {"fetch": True}, {"pointers": True}], ids=str)
 @pytest.mark.parametrize(("consumers", "pingpong"), SCHEDULES)
 @pytest.mark.slow(quick=8)
-def test_two_products_of_groups_beside_each_other(
+def test_two_adjacent_products_of_groups(
     consumers: int, pingpong: bool, ways: dict[str, bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Without larger views only an edit of the PTX says where the first product's boxes are.
@@ -360,7 +360,7 @@ def test_zeros_beyond_the_last_group(ends: tuple[int, ...]) -> None:
     Call(0, "m", ends, 7, n=1100, columns=256, subtiles=4, zeroed=True, consumers=1).check()
 
 
-def test_groups_share_no_tile_and_blocks_their_number() -> None:
+def test_tiles_belong_to_one_group_and_are_divided_equally_among_blocks() -> None:
     """All blocks have the same number of tiles, or one more, however rows are divided."""
     for ends in ((64,) * 8, (1, 2, 3, 4, 5, 6, 7, 64), (0, 0, 9, 9, 33, 34, 35, 64)):
         call = Call(1, "m", ends, 64, n=4, consumers=1, programs=5)
@@ -486,7 +486,7 @@ def test_the_grid_is_of_the_most_tiles_there_may_be() -> None:
     assert tile_shapes.most_tiles(sums, config) == tile_shapes.tile_count(sums, config) == 8 * 512
 
 
-def test_what_groups_are_offered() -> None:
+def test_which_configs_groups_are_offered() -> None:
     """Large groups get Hopper's tiles, and few rows a group get ``triton.ragged``'s. Neither splits
     K or begins early."""
     plain = Ragged()

@@ -104,7 +104,7 @@ def test_products(of: str, name: str) -> None:
         ({"b": replace(INT4, zero=BF16), "out": Operand(torch.float32)}, "too coarse for"),
     ],
 )
-def test_what_is_declined(change: dict[str, Any], text: str) -> None:
+def test_unsupported_problems_are_declined(change: dict[str, Any], text: str) -> None:
     problem = replace(problem_of("row-major"), **change)
     for kernel in (Naive(), Grouped()):
         assert any(text in reason for reason in kernel.reasons_against(problem))
@@ -152,7 +152,7 @@ def test_8_bit_floats_need_a_gpu_that_has_them(
     assert any("8-bit floats need" in each for each in reasons) is (bool(narrow) and not able)
 
 
-def test_a_step_lies_inside_a_group() -> None:
+def test_a_step_is_inside_a_group() -> None:
     for of in OPERANDS:
         problem = problem_of(of)
         groups = [spec.block[1] for spec in (problem.a, problem.b) if spec.grid]

@@ -312,7 +312,7 @@ def held(layout: gl.DistributedLinearLayout) -> dict[tuple[int, int], list[tuple
 
 @pytest.mark.parametrize("weight", [INT4, INT8, FP8], ids=["int4", "int8", "fp8"])
 @pytest.mark.parametrize("m", [1, 16])
-def test_lanes_hold_what_they_multiply(weight: Operand, m: int) -> None:
+def test_lanes_hold_the_values_that_they_multiply(weight: Operand, m: int) -> None:
     problem = replace(DECODE, m=m, b=weight)
     for config in Streaming().configs(problem):
         (build,) = Streaming().builds(problem, config)

@@ -84,7 +84,7 @@ def waiting(case: str) -> tuple[Launcher, torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("case", ["cut", "shared", "parts"])
-def test_who_waits_leaves_what_it_waited_for_as_it_was(case: str) -> None:
+def test_a_launch_that_waits_does_not_change_the_previous_result(case: str) -> None:
     run, a, b = waiting(case)
     first = run(a, b, None, None, 1.0, None)
     assert close(first, a, b)
@@ -156,7 +156,7 @@ def test_tiles_that_end_outside(m: int, n: int, layout: str) -> None:
 
 @pytest.mark.parametrize("tile", search_space._SIDE_BY_SIDE_TILES, ids=str)
 @pytest.mark.parametrize("m", [1, 100, 300, 1500])
-def test_two_products_beside_each_other(tile: Any, m: int) -> None:
+def test_two_adjacent_products(tile: Any, m: int) -> None:
     """Every strip in its place, the bits of one product, several tiles a block, parts of K."""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs Hopper")
@@ -184,7 +184,7 @@ def test_two_products_beside_each_other(tile: Any, m: int) -> None:
 
 
 @pytest.mark.parametrize("tile", search_space._SIDE_BY_SIDE_TILES, ids=str)
-def test_gate_and_up_beside_each_other(tile: Any) -> None:
+def test_adjacent_gate_and_up_products(tile: Any) -> None:
     """Products have a bias and a residual, use TMA or pointers, and several tiles per block."""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs Hopper")

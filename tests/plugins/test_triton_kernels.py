@@ -350,7 +350,7 @@ def test_split_k_keeps_its_workspace_in_bounds(size: tuple[int, int, int]) -> No
 
 
 @interpreted
-def test_persistent_takes_a_lone_row_of_any_stride() -> None:
+def test_persistent_takes_a_single_row_of_any_stride() -> None:
     row = random(9, 51, dtype=FP16)[4:5]
     assert row.stride(0) * 2 % 16  # of no meaning for one row, and not what TMA accepts
     weights = aligned(51, 29, FP16)
@@ -576,7 +576,7 @@ def test_one_compilation_serves_every_m(kernel: TritonKernel[Any]) -> None:
     assert variants_by_m(kernel, range(5, 300), KERNELS[kernel]) == 1
 
 
-def test_what_is_claimed_divisible_is() -> None:
+def test_arguments_claimed_divisible_are() -> None:
     problem = ask(100, 4104, 4100, layout="nn")
     config = Grouped().default_config(problem)
     (build,) = Grouped().builds(problem, config)

@@ -88,7 +88,7 @@ def python(matrix: Matrix) -> types.SimpleNamespace:
 
 
 @pytest.mark.parametrize("along_k", [False, True])
-def test_a_box_is_what_lies_there(along_k: bool) -> None:
+def test_a_box_holds_the_bytes_in_memory(along_k: bool) -> None:
     random = np.random.default_rng(along_k)
     C = types.SimpleNamespace(BLOCK_K=BLOCK_K, LOADERS=1, policy="")
     for _ in range(200):

@@ -348,7 +348,7 @@ def test_strides_have_64_bits_where_32_may_not_hold_them(
     assert (types["out_stride"], types["residual_stride_m"]) == tuple(f"i{each}" for each in bits)
 
 
-def test_what_is_promised_to_be_divisible_is() -> None:
+def test_arguments_promised_divisible_are() -> None:
     """Then fp32 residuals are loaded 16 bytes at a time, and 16 values of 8 bits are stored at
     once."""
     amax = Port("amax", "group", group=64, **ABSOLUTE)  # type: ignore[arg-type]
@@ -625,7 +625,7 @@ def test_k_is_split_only_where_the_partial_sums_can_be_added() -> None:
         assert scratch == (0 if splits == 1 else splits * 4 * max(instance.m, 128) * instance.n)
 
 
-def test_the_guess_suits_the_shape() -> None:
+def test_the_default_config_suits_the_shape() -> None:
     # For short K the epilogue must overlap the product: measured 1.13 instead of 1.02 of cuBLAS.
     assert KERNEL.default_config(problem(8192, 4096, 512)).schedule == "pingpong"
     # 324 tiles of 128×128 are two waves and 60 more tiles, which are cut into 120 halves. Measured:
@@ -993,7 +993,7 @@ def test_sums_of_8_bits_are_promoted(
 @pytest.mark.parametrize("extras", [False, True])
 @pytest.mark.parametrize(("consumers", "pingpong"), SCHEDULES)
 @pytest.mark.slow(quick=6)
-def test_halves_of_a_wide_tile_are_summed_in_turn(
+def test_halves_of_a_wide_tile_are_summed_one_after_the_other(
     consumers: int, pingpong: bool, extras: bool
 ) -> None:
     for seed, (n, stages) in enumerate([(256, 2), (300, 3), (520, 2), (100, 3)]):
@@ -1169,7 +1169,7 @@ def test_rows_are_reduced_to_an_auxiliary_output(
             np.testing.assert_allclose(out, expected)
 
 
-def test_parts_of_a_tile_lie_apart() -> None:
+def test_parts_of_a_tile_do_not_overlap() -> None:
     """The order of a part in the workspace uses each place once, for any tile."""
     shapes = [(64, 128, 4), (128, 128, 4), (128, 256, 8), (64, 32, 4), (256, 64, 4)]
     for rows, columns, warps in shapes:
