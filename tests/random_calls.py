@@ -261,23 +261,23 @@ def activated_by(function: Any, z: Tensor, slack: Tensor) -> tuple[Tensor, Tenso
     return y, torch.maximum(*around)
 
 
-class PosedError(Exception):
+class DescribedError(Exception):
     """Stops a call when its problem is known."""
 
 
 def problem_of(make: Callable[[], Tensor], monkeypatch: Any) -> Problem:
     """The problem of a call."""
-    posed: list[Problem] = []
+    problems: list[Problem] = []
 
     def bound(problem: Problem, current: Any) -> Any:
-        posed.append(problem)
-        raise PosedError
+        problems.append(problem)
+        raise DescribedError
 
     with monkeypatch.context() as patched:
         patched.setattr(dispatch.default_dispatcher(), "bound", bound)
-        with pytest.raises(PosedError):
+        with pytest.raises(DescribedError):
             make()
-    return posed[0]
+    return problems[0]
 
 
 def kernel_of(problem: Problem, pick: random.Random) -> tuple[Kernel[Any], Config]:

@@ -1,5 +1,5 @@
-"""Pages, comments and docstrings use the field's words: the private ones of earlier versions do
-not return."""
+"""Pages, comments, docstrings and names use the field's words: the private ones of earlier versions
+do not return."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import ast
 import io
 import re
 import tokenize
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -17,10 +18,13 @@ FILES = sorted(
     path.relative_to(ROOT).as_posix()
     for path in (
         *ROOT.glob("*.md"),
+        ROOT / "Makefile",
+        *(ROOT / ".ci").glob("*"),
         *(ROOT / "benchmarks").glob("*.*"),
         *(path for name in FOLDERS for path in (ROOT / name).rglob("*")),
     )
-    if path.suffix in (".py", ".md") and path != Path(__file__)
+    if (path.suffix in (".py", ".md") or path.name in ("Makefile", "run"))
+    and path != Path(__file__)
 )
 #: Each private word, and what to write in its place.
 PRIVATE = {
@@ -43,18 +47,28 @@ WORDS = re.compile(rf"\b({'|'.join(PRIVATE)})\b", re.IGNORECASE)
 
 
 def prose(path: Path) -> str:
-    """A page without its code, or a module's comments, docstrings and messages."""
+    """A page without its code, or a module's comments, docstrings, messages and names."""
     text = path.read_text("utf-8")
-    if path.suffix == ".md":
+    if path.suffix != ".py":
         return re.sub(r"```.*?```|`[^`\n]*`", "", text, flags=re.DOTALL)
     parts = [
         token.string.lstrip("#: ")
         for token in tokenize.generate_tokens(io.StringIO(text).readline)
         if token.type == tokenize.COMMENT
     ]
-    constants = (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Constant))
-    parts += [node.value for node in constants if isinstance(node.value, str)]
-    return re.sub(r"``.*?``", "", " ".join(parts), flags=re.DOTALL)
+    nodes = [*ast.walk(ast.parse(text))]
+    parts += [n.value for n in nodes if isinstance(n, ast.Constant) and isinstance(n.value, str)]
+    return re.sub(r"``.*?``", "", " ".join(parts), flags=re.DOTALL) + ". ".join(names(nodes))
+
+
+def names(nodes: Iterable[ast.AST]) -> Iterator[str]:
+    """Yield each name that the nodes define, as words: "take turns" for ``take_turns``."""
+    for node in nodes:
+        stored = isinstance(getattr(node, "ctx", None), ast.Store)
+        defined = isinstance(node, ast.arg | ast.ClassDef | ast.FunctionDef) or stored
+        name = next((n for f in ("name", "arg", "id", "attr") if (n := getattr(node, f, ""))), "")
+        if defined and isinstance(name, str):
+            yield re.sub(r"_|(?<=[a-z0-9])(?=[A-Z])", " ", name)
 
 
 def found(file: str) -> list[str]:
@@ -77,7 +91,9 @@ def test_a_private_word_is_found(tmp_path: Path) -> None:
     assert "pause" not in prose(path)
     module = tmp_path / "module.py"
     module.write_text(
-        'def f():\n    """They take\n    turns."""\n    # without pause\n    posed = 1\n'
+        'def by_turns(kin):\n    """They take\n    turns."""\n    # without pause\n    posed = 1\n'
+        "class LevelledTimes:\n    def lets(self, through):\n        self.held_up = posed\n"
     )
     text = re.sub(r"\s+", " ", prose(module))
-    assert sorted(match[0] for match in WORDS.finditer(text)) == ["take turns", "without pause"]
+    words = ["Levelled", "by turns", "held up", "kin", "posed", "take turns", "without pause"]
+    assert sorted(match[0] for match in WORDS.finditer(text)) == words

@@ -69,8 +69,8 @@ def matmul(
         bias: ``[N]`` (2N where gated), of a's dtype, the output's, or fp32; not of 8 bits.
         residual: Broadcastable to the output; added last, after the epilogue.
         alpha: Scales the product: a number that torch.addmm takes, or a 0-d tensor, which may
-            require a gradient. Torch applies a complex number, a tensor that requires a gradient
-            and a tensor on a GPU (reading it would make the host wait), and all that follows alpha.
+            require a gradient. Torch applies alpha and everything after it if alpha is complex,
+            requires a gradient or is on a GPU, where reading it would make the host wait.
         epilogue: ``None``, a name such as ``"silu"``, a chain ``"gelu_tanh+softcap(30)"``, an
             :class:`Epilogue` or a sequence of these.
         out: The tensor to write to, resized as torch does. The call is then not differentiable,
@@ -136,7 +136,7 @@ def _of_any_type(call: Arguments, epilogue: EpilogueLike, transposed: bool = Fal
     Args:
         transposed: ``b`` is a layer's weight, ``[N, K]``.
     """
-    # torch.export passes on no operator of a tensor that is made of another's parts.
+    # torch.export does not pass on operators of a foreign tensor's transpose.
     if not (transposed and torch.compiler.is_exporting() and fallbacks.foreign(call.b)):
         try:
             b = compat.transposed(call.b) if transposed else call.b
@@ -345,7 +345,7 @@ def plan(
     check_tensors("plan", **dict(zip(TENSORS, call.tensors, strict=True)))
     with settings.override(kernel=kernel, config=config, on_cache_miss=on_cache_miss) as current:
         parsed = dispatch.default_dispatcher().registry.epilogue(epilogue)
-        chosen = warm.make_plan(call, parsed, current, warm.pose)
+        chosen = warm.make_plan(call, parsed, current, warm.describe)
     return chosen.ready(call, None if call is given else _parts_of)
 
 
@@ -389,10 +389,10 @@ def problem(
             a, b, offs, bias, residual, alpha, "", out_dtype, a_index, out_index, out_weights,
             zeroed=out_index is not None, scale_a=scale_a, scale_b=scale_b,
         )  # fmt: skip
-        return launch_grouped.pose(unpacked(grouped_call, grouped=True), parsed, current)[0]
+        return launch_grouped.describe(unpacked(grouped_call, grouped=True), parsed, current)[0]
     if not (a_index is out_index is out_weights is None):
         raise ValueError("a_index, out_index and out_weights need ragged rows: give offs")
-    return warm.pose(unpacked(given), parsed, current)[0]
+    return warm.describe(unpacked(given), parsed, current)[0]
 
 
 def explain(a: Tensor, b: Tensor, **arguments: Any) -> Explanation:
@@ -419,7 +419,7 @@ def explain(a: Tensor, b: Tensor, **arguments: Any) -> Explanation:
 def tune(
     problems: Problem | Iterable[Problem], *, force: bool = False, budget: float | None = None
 ) -> list[TuningRecord]:
-    """Measure problems now, as they are, and store each record as soon as it exists.
+    """Measure problems now, at their own sizes, and store each record as soon as it exists.
 
     Args:
         problems: From :func:`problem`, one or many.
@@ -430,7 +430,7 @@ def tune(
         One record per problem.
 
     Raises:
-        TypeError: ``problems`` contains something else than problems.
+        TypeError: ``problems`` contains an object that is not a problem.
         UnsupportedProblemError: A dimension of a problem is 0.
     """
     given = list(problems) if isinstance(problems, Iterable) else [problems]

@@ -89,7 +89,7 @@ without_modes: Any = private("torch.utils._python_dispatch._disable_current_mode
 
 
 def holds_storage_alone(t: torch.Tensor) -> bool:
-    """Whether no other tensor uses the storage of ``t``; False if this torch does not tell."""
+    """Whether no other tensor uses the storage of ``t``; False if this torch cannot report it."""
     storage: Any = t.untyped_storage()
     return bool(_uses_of_storage(storage._cdata) <= 2)  # t and ``storage``
 
@@ -152,7 +152,7 @@ without_torch_function = torch._C.DisableTorchFunctionSubclass
 global_hooks = private("torch.nn.modules.module._has_any_global_hook", _always(True))
 
 
-#: Types of devices for which torch raises when asked whether it casts. torch.compile cannot trace
+#: Types of devices for which torch's query of autocast raises. torch.compile cannot trace
 #: torch.amp.is_autocast_available before torch 2.13.
 _WITHOUT_AUTOCAST = frozenset({"fpga", "lazy", "meta", "vulkan"})
 

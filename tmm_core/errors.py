@@ -92,7 +92,7 @@ def plain_text(text: str, most: int = _TEXT) -> str:
 
 
 def error_text(error: BaseException) -> str:
-    """An exception's type and text, even if its class raises when asked for them."""
+    """An exception's type and text, even if its class raises while they are read."""
     name, message = _name_of(type(error)), error_message(error)
     return f"{name}: {message}" if message else name
 

@@ -48,7 +48,8 @@ def _int4(t: Any) -> Quantized | None:
         return None
     zero, scale = _zero_points(t), t.scale
     if zero is not None:
-        # A scale of zero, under which all values are the zero point, becomes a small one.
+        # With a scale of zero all values equal the zero point. A small scale replaces it, because
+        # the zero point is divided by the scale below.
         scale = torch.where(scale == 0, zero.to(scale.dtype) * 2.0**-24, scale)
         zero = torch.where(zero == 0, 0.0, -zero.float() / scale.float()).mT
     return Quantized(t.qdata, scale.mT, zero, format="int4_signed", block=_block(t))

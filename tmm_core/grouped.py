@@ -144,7 +144,7 @@ def _batch(call: GroupedArguments) -> Tensor:
     text = interned_text(call.epilogue) if torch.compiler.is_compiling() else call.epilogue
     shape = torch.Size(check(call, epilogue_of(text)))
     count = shape[0]
-    # DTensor flattens no shards of rows, and ragged rows have no rule for shards of groups.
+    # DTensor cannot flatten sharded rows, and ragged rows have no rule for shards of groups.
     sharded = isinstance(a, compat.dtensor())
     if bias is None or bias.dim() == 1 or not count or sharded:
         parts = {

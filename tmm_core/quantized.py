@@ -28,7 +28,7 @@ _EACH = {
 #: The operators among them that move dimensions.
 _MOVES = {_aten.t.default, _aten.transpose.int, _aten.permute.default}
 #: Torch's properties that transpose stacks of matrices, and those that transpose a matrix. A
-#: compiled graph would read the property again when it runs, and compile that read, without end.
+#: compiled graph would read the property again at run time, and compile that read, endlessly.
 _TURNS_STACKS: tuple[Any, ...] = (Tensor.mT.__get__, Tensor.mH.__get__)  # type: ignore[attr-defined]
 _TURNS: tuple[Any, ...] = (*_TURNS_STACKS, Tensor.T.__get__, Tensor.H.__get__)  # type: ignore[attr-defined]
 #: The assignment of ``data``.
@@ -284,7 +284,7 @@ class Quantized(torch.Tensor):
                 "a quantised tensor has no memory of values: .dequantize(), or store its parts "
                 "(.stored, .scale and .zero)"
             )
-        # The modes of an export do not pass on an operator of a tensor that is not traced.
+        # The modes of torch.export do not pass on operators of tensors that are not traced.
         constant = args and _is_constant(args[0])
         with compat.without_torch_function(), compat.without_modes() if constant else nullcontext():
             return function(*args, **kwargs)
@@ -316,7 +316,8 @@ class Quantized(torch.Tensor):
             for name in own.__tensor_flatten__()[0]:
                 getattr(own, name).copy_(getattr(other, name))
             return own
-        # With an answer, torch.distributed.checkpoint stores the tensor whole. No shard is whole.
+        # torch.distributed.checkpoint stores a tensor that answers this query as a whole. A shard
+        # must not be stored as a whole.
         if operator is _aten.is_pinned.default and not isinstance(own.stored, compat.dtensor()):
             return operator(own.stored, *rest, **kwargs)
         if operator is _CHECKS:

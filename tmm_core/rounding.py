@@ -43,7 +43,7 @@ def quantize(
 
     Raises:
         ValueError: No such format, group or block; or the groups do not divide K.
-        TypeError: ``weight`` is no floating tensor.
+        TypeError: ``weight`` is not a floating tensor.
     """
     is_plain = isinstance(weight, Tensor) and not isinstance(weight, Quantized)
     if not (is_plain and weight.is_floating_point() and weight.dim() > 1):

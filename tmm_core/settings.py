@@ -151,7 +151,7 @@ def _size(text: str) -> int:
     with suppress(ValueError):
         if (size := parse_size(text)) is not None:
             return size
-    # For the cache's folder 0 is no limit. Here it would be the default, without a word.
+    # TMM_CACHE_MAX_SIZE takes 0 for "no limit". Here 0 would silently mean the default.
     raise ValueError(f"found {text!r}, accepted is a size like 64M or 2G, above 0")
 
 

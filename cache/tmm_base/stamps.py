@@ -1,4 +1,4 @@
-"""Fingerprints of files that tell whether they changed."""
+"""Fingerprints of files that show whether they changed."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Checks who owns files: notes of verified kernels count only if no other user can write them.
 
 Ownership is checked on the opened file and on each folder from the root down to it. All checks are
-by descriptor, so that nobody can exchange a folder between the check and the read. An ACL that lets
-others write shows as write permission of the group. Forgeries under the user's own account are out
-of scope, and so are acts of root.
+by descriptor, so that no user can exchange a folder between the check and the read. An ACL that
+lets others write shows as write permission of the group. Forgeries under the user's own account are
+out of scope, and so are acts of root.
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ class CandidateResult(Struct, frozen=True, forbid_unknown_fields=True, omit_defa
     `status`: "ok" was timed to the end, "slow" was eliminated early (its samples are from the early
     stages), "wrong" failed verification, "failed" did not compile, launch or finish in time.
     `version` is the kernel's, opaque here, as is `config`. `error` is the relative error that
-    verification measured, None if it was not measured or is not finite (`reason` tells which).
+    verification measured, None if it was not measured or is not finite (`reason` states which).
     `samples_us` are at the record's own M; `inside_us` are medians at other M of its bucket.
     `steady_us` is the mean time in steady state (back to back), measured for BLAS and kernels ahead
     of it if the product is large.

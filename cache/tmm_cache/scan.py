@@ -110,7 +110,7 @@ def _subfolders(folder: Path, names: Iterable[str], report: Report) -> Iterator[
         except OSError as error:
             reraise(error)
             if not isinstance(error, FileNotFoundError):
-                report(Fault(path, f"cannot be looked at: {error}", of_folder=True))
+                report(Fault(path, f"cannot be read: {error}", of_folder=True))
 
 
 def _names(folder: Path, report: Report) -> list[str]:

@@ -181,7 +181,7 @@ class CacheStore:
         another process measured later replaces it."""
         for path, each in [*self._unwritten.items()]:
             assert each.environment is not None  # only a file's may be missing
-            # Under a root that others may write, nobody's record replaces it.
+            # Under a root that others may write, no stored record replaces it.
             present = read_record(path, warn_of) if self._warnings.may_write() else None
             if present is not None and present.created_at > each.record.created_at:
                 self._unwritten.pop(path, None)

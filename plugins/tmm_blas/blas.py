@@ -47,8 +47,8 @@ LAUNCH_US = 4.0
 #: Factor on cuBLAS's time if a leading stride is not a multiple of 16 bytes. It then ran at 128–255
 #: TFLOPS, and at 720 for the aligned neighbour.
 UNALIGNED_PENALTY = 4.0
-#: Cost of eager gating, in plain passes over the output. It makes five slower ones, by torch's
-#: kernels for strided halves (2048×14336×4096 on an H200: 214 µs in all; a plain pass takes 14).
+#: Cost of eager gating, in plain passes over the output. Torch's kernels for strided halves make
+#: five slower passes (2048×14336×4096 on an H200: 214 µs in all; a plain pass takes 14).
 GATED_PASSES = 15
 
 

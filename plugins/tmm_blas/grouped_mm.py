@@ -114,7 +114,7 @@ def bind(problem: Problem) -> Launcher:
     folded = _folded(side_by_side)
     out_dtype, strides = problem.out.dtype, problem.out_strides
     packed = problem.empty_out("meta").is_contiguous()
-    # torch's operators return packed rows, so those in place keep the padding. They may not write
+    # torch's operators return packed rows; in-place operators keep the padding. They may not write
     # to an epilogue's result, which can be another object's tensor.
     own = problem.epilogue.is_identity
     cleared = Tensor.masked_fill_ if own else Tensor.masked_fill

@@ -56,7 +56,7 @@ def check_early(early: str, *, able: bool) -> None:
 
 
 def with_early(configs: list[C], ways: Sequence[str]) -> list[C]:
-    """A kernel's configs, best guess first. After that guess come the ``early`` variants of the
+    """A kernel's configs, the default config first. After it come the ``early`` variants of the
     first configs that support them, grouped by kind. An exhaustive search gets every variant."""
     most = _EARLY_TRIED if SEARCH_LIMITED.get() else len(configs)
     variants: list[C] = []

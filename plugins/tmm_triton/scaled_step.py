@@ -1,7 +1,7 @@
 """Multiplies one step along K of operands that are packed, or whose scales or zero points differ
 along K.
 
-A step lies inside one group of each operand: its sum is multiplied by the scales of that group, in
+A step is inside one group of each operand: its sum is multiplied by the scales of that group, in
 fp32, and added to the others. Zero points are subtracted before the product.
 """
 

@@ -18,7 +18,7 @@ cores read; no lane exchanges data with another before the sums are complete.
 * A step covers 128 values of a row: a whole group of the scale, or a part of one. The sum of a step
   is multiplied by its scale in fp32, so that the weight's values are never rounded.
 * The warps of a program divide K, and rows of the weight (``WARPS_N``), whose activations then come
-  from the L1 cache. Each warp has the words of several steps on their way.
+  from the L1 cache. Each warp has loads of several steps in flight.
 * Rows outside the result are read as its last row, and not stored: loads without masks clear no
   registers.
 * Zero points are subtracted from the sums: Σ a·(q − z) = Σ a·q − z·Σ a.

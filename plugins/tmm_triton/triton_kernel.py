@@ -154,8 +154,8 @@ class TritonKernel(Built[C]):
         return shared or self.own_arithmetic(problem, config)
 
     def own_arithmetic(self, problem: Problem, config: C) -> str | None:
-        """A reduction order of this config alone, whatever its ``early``, which does not affect
-        sums."""
+        """A reduction order of this config alone. Its ``early`` is left out, since that does not
+        affect sums."""
         if getattr(config, "early", ""):
             config = replace(config, early="")  # type: ignore[call-arg]  # it has it
         return Kernel.arithmetic(self, problem, config)
@@ -228,7 +228,7 @@ def unsteppable(problem: Problem) -> Iterator[str]:
 
 
 def step_limit(problem: Problem) -> int:
-    """Return the longest step along K: it lies inside one group of each operand."""
+    """Return the longest step along K that is inside one group of each operand."""
     groups = [operand.block[1] for operand in (problem.a, problem.b) if operand.grid]
     return min(groups, default=512)
 
@@ -242,7 +242,7 @@ def fills_registers(problem: Problem, config: TileConfig) -> bool:
 
 def group_sizes(problem: Problem) -> tuple[int, ...]:
     """Return the values of GROUP_M worth trying: one row of tiles if M is long, all rows if N is.
-    For squares the value gives a wave equally many rows and columns."""
+    For a square result a wave gets as many rows of tiles as columns."""
     if problem.device.interpreted:
         return (2,)
     if problem.m > 10 * problem.n:

@@ -1,6 +1,6 @@
 """Loads boxes of an unaligned operand, which TMA cannot read, through registers.
 
-Every eight bytes of a box lie in two 8-byte aligned words, which are loaded and funnel-shifted::
+Every eight bytes of a box span two 8-byte aligned words, which are loaded and funnel-shifted::
 
     memory       |  word 0   |  word 1   |  word 2   |
     row               ▕ a b c d │ e f g h │ …

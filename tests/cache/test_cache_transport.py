@@ -162,7 +162,7 @@ def test_an_unreadable_folder_does_not_count_as_absent(
     monkeypatch.setattr(os, "stat", failing)
     assert main(["freeze"]) == 1
     message = capsys.readouterr().err
-    assert f"passed over {lost}: cannot be looked at: " in message
+    assert f"passed over {lost}: cannot be read: " in message
     assert "1 record written to" in message
 
 

@@ -618,7 +618,7 @@ def test_the_next_problem_is_compiled_while_one_is_measured(
     monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], invariant: bool, prepared: int
 ) -> None:
     sizes: list[int] = []
-    monkeypatch.setattr(runner, "prepare", lambda pose, tf32: sizes.append(pose().m))
+    monkeypatch.setattr(runner, "prepare", lambda make, tf32: sizes.append(make().m))
     monkeypatch.setattr(runner, "_measure", lambda *_: None)
     tasks = [suites.Task("s", Case(m=m, n=16, k=16), invariant) for m in (16, 32)]
     documents = [*runner.run(tasks, CPU, runner.Options(**changes))]

@@ -372,7 +372,7 @@ def test_a_plan_is_kept_if_its_choice_lasts(
     plan = SimpleNamespace(
         choice=SimpleNamespace(lasting=lasting), problem=SimpleNamespace(capturing=capturing)
     )
-    monkeypatch.setattr(warm, "_planned", lambda call, pose: plan)
+    monkeypatch.setattr(warm, "_planned", lambda call, describe: plan)
     monkeypatch.setattr(warm, "_plans", {})
     assert warm._built((), None, None) is plan  # type: ignore[arg-type, comparison-overlap]
     assert (() in warm._plans) is (lasting and not capturing)
@@ -389,23 +389,23 @@ def test_a_launch_that_makes_a_first_call_is_announced_from_then_on(
     monkeypatch.setattr(warm, "TABLES", [old])
     monkeypatch.setattr(warm, "_plans", {})
 
-    def planned(call: Any, pose: Any) -> Any:
-        made.append((call, pose, tmm_core.settings.current().nested))
+    def planned(call: Any, describe: Any) -> Any:
+        made.append((call, describe, tmm_core.settings.current().nested))
         return SimpleNamespace(
             choice=SimpleNamespace(lasting=True), problem=SimpleNamespace(capturing=False)
         )
 
     monkeypatch.setattr(warm, "_planned", planned)
     call: Any = "call"
-    pose: Any = "pose"
-    warm._built((), call, pose)
-    assert made == [("call", "pose", True)]
+    describe: Any = "describe"
+    warm._built((), call, describe)
+    assert made == [("call", "describe", True)]
     assert {"outer"} == warm.NESTING
     assert [*old] == [("y",)]
     assert warm._plans == {}
     with tmm_core.settings.nested():  # these settings say that a launch is under way
-        warm._built((), call, pose)
-    assert made[1:] == [("call", "pose", True)]
+        warm._built((), call, describe)
+    assert made[1:] == [("call", "describe", True)]
     assert [*warm._plans] == [()]
 
 
@@ -444,7 +444,7 @@ def test_which_forms_of_a_launcher_a_plan_has(
     monkeypatch.setattr(warm, "answerer", lambda: chooser)
     monkeypatch.setattr(warm, "NESTING", {"k"} if nesting_kernel else set())
     call, current = Arguments(a, B), tmm_core.settings.current()
-    plan = warm.make_plan(call, epilogue, current, warm.pose)
+    plan = warm.make_plan(call, epilogue, current, warm.describe)
     assert (plan.body is BODY) is (inlined and not nesting_kernel)
     assert [(x is a, y is B, r) for x, y, r in folds] == (
         [(True, True, None)] if folded and not nesting_kernel else []
@@ -466,15 +466,15 @@ def test_a_plan_waits_for_a_choice_that_lasts(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(warm.time, "sleep", slept.append)
     current = tmm_core.settings.changed(tmm_core.settings.current(), on_cache_miss="background")
     call = Arguments(A, B)
-    assert not warm.make_plan(call, IDENTITY, current, warm.pose, waits=False).choice.lasting
+    assert not warm.make_plan(call, IDENTITY, current, warm.describe, waits=False).choice.lasting
     assert (asked, slept) == (["background"], [])
     asked.clear()
-    assert warm.make_plan(call, IDENTITY, current, warm.pose).choice.lasting
+    assert warm.make_plan(call, IDENTITY, current, warm.describe).choice.lasting
     assert (asked, slept) == (["tune"] * 4, [warm._POLL] * 3)
     for miss in ("heuristic", "error"):
         asked.clear()
         other = tmm_core.settings.changed(current, on_cache_miss=miss)
-        warm.make_plan(call, IDENTITY, other, warm.pose)
+        warm.make_plan(call, IDENTITY, other, warm.describe)
         assert set(asked) == {miss}
 
 
@@ -487,7 +487,7 @@ def test_weights_that_do_not_change_are_matrices(a: Any, b: Any, static: bool) -
     call, usual = Arguments(torch.randn(a), torch.randn(b)), tmm_core.settings.current()
     promised = tmm_core.settings.changed(usual, static_weights=True)
     for current, found in ((usual, False), (promised, static)):
-        assert warm.pose(call, IDENTITY, current)[0].static_weights is found
+        assert warm.describe(call, IDENTITY, current)[0].static_weights is found
 
 
 def test_guards_distinguish_tensors_that_a_plan_distinguishes() -> None:
@@ -882,7 +882,7 @@ def test_the_problem_of_groups_has_all_that_its_call_has(along: Any, given_out: 
     b = torch.randn(terms, columns) if along != "m" else torch.randn(2, terms, columns)
     shape = (2, rows, columns) if along == "k" else (rows, columns)
     current = tmm_core.settings.current()
-    bare, _ = grouped_call.pose(GroupedArguments(a, b, offs), IDENTITY, current)
+    bare, _ = grouped_call.describe(GroupedArguments(a, b, offs), IDENTITY, current)
     assert (bare.m, bare.n, bare.k, bare.along, bare.out_shape) == (6, 4, 8, along, shape)
     assert (bare.bias, bare.residual, bare.scaled, bare.groups) == (
         None, None, False, tmm_core.Groups(2, along),
@@ -897,7 +897,7 @@ def test_the_problem_of_groups_has_all_that_its_call_has(along: Any, given_out: 
     call = GroupedArguments(
         a.bfloat16(), b.bfloat16(), offs, **more, alpha=2.0, zeroed=True, out_dtype=BF16
     )
-    full, _ = grouped_call.pose(call, parse("relu"), current)
+    full, _ = grouped_call.describe(call, parse("relu"), current)
     assert full.groups == tmm_core.Groups(
         2, along, zeroed=along != "k",
         **({"a_index": torch.int64, "out_index": torch.int32, "out_weights": FP32}
@@ -946,7 +946,7 @@ def test_a_ragged_sum_leaves_nothing_to_be_zeroed() -> None:
     """The result has one product per group, and no rows beyond the last group."""
     a, b, offs = torch.randn(8, 6), torch.randn(6, 4), ends(2, 5)
     call = GroupedArguments(a, b, offs, zeroed=True)
-    problem, _ = grouped_call.pose(call, IDENTITY, tmm_core.settings.current())
+    problem, _ = grouped_call.describe(call, IDENTITY, tmm_core.settings.current())
     assert problem.groups is not None
     assert (problem.along, problem.groups.zeroed) == ("k", False)
 
@@ -960,10 +960,10 @@ def test_a_result_to_write_does_not_change_the_sizes_of_a_problem(
     a: Any, b: Any, batch: int, sizes: Any
 ) -> None:
     call = Arguments(torch.randn(a), torch.randn(b))
-    found, _ = warm.pose(call, IDENTITY, tmm_core.settings.current())
+    found, _ = warm.describe(call, IDENTITY, tmm_core.settings.current())
     assert (found.batch, found.m, found.n, found.k) == (batch, *sizes, 8)
     out = torch.empty(call.a.shape[:-1] + call.b.shape[1:][-1:])
-    assert warm.pose(call._replace(out=out), IDENTITY, tmm_core.settings.current())[0] == found
+    assert warm.describe(call._replace(out=out), IDENTITY, tmm_core.settings.current())[0] == found
 
 
 def test_the_innermost_launches_are_skipped_and_blas_does_not_count(

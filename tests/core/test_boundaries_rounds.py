@@ -477,13 +477,13 @@ def test_which_inputs_interleaved_launches_use(pace: Any, place: int, launched: 
     data: Any = SimpleNamespace(sets=lambda: [inputs(0), inputs(1)], device=CPU)
     turns: Any = Turns()
     thread = two_threads.Launches(data, turns, place, set(), pace, turns, 3, 9, False)
-    thread._in_turns()
+    thread._interleaved()
     assert made == launched
     assert seen == {"lines": [False], "launches": [] if place else [False, True]}[pace]
     if place and pace == "launches":
         turns.over = True
         turns.pass_on = lambda thread: None
-        thread._in_turns()
+        thread._interleaved()
         assert made == launched
 
 

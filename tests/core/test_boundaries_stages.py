@@ -1150,7 +1150,7 @@ def test_why_a_kernel_of_a_search_is_not_tried() -> None:
     kernels = [blas, near, far, odd]
     made = searched(problem(), kernels, kernels, None, Hints())
     assert {kernel.name: why for kernel, why in made.empty.items()} == {
-        "far": "expects to take 16.1 µs, hopeless beside BLAS", "odd": "ValueError: odd",
+        "far": "expects to take 16.1 µs, hopeless against BLAS", "odd": "ValueError: odd",
     }  # fmt: skip
     assert [c.kernel.name for c in made.first()] == ["blas", "near"]
     tried = [Candidate(kernel, FakeConfig()) for kernel in (blas, near)]

@@ -385,7 +385,7 @@ def test_ranks_are_listed_in_order() -> None:
     assert ranks._list(["b", "a"]) == "a, b"
 
 
-# -- what commands pose -------------------------------------------------------------------------
+# -- problems of commands -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("tf32", [False, True])
@@ -396,11 +396,11 @@ def test_explain_uses_the_requested_precision(
     matmul = torch.backends.cuda.matmul
     before, made, seen = matmul.fp32_precision, Case.problem, list[str]()
 
-    def pose(case: Case, device: torch.device) -> Any:
+    def noted(case: Case, device: torch.device) -> Any:
         seen.append(matmul.fp32_precision)
         return made(case, device)
 
-    monkeypatch.setattr(Case, "problem", pose)
+    monkeypatch.setattr(Case, "problem", noted)
     more = ["--tf32"] if tf32 else []
     assert main(["explain", "64x64x64", "--dtype", "fp32", "--device", "cpu", *more]) == 0
     assert "64×64×64 float32" in capsys.readouterr().out

@@ -964,8 +964,8 @@ def test_a_cache_with_64_mebibytes_left_is_nearly_full(
         ("cache", state, f"{store.root}{text}", advice),
         ("cache layer", "ok", str(layer), ""),
         ("cache layer", "problem", f"{absent} is not a readable folder", "correct TMM_CACHE_PATH"),
-        ("records", "ok", f"2 records for {here.gpu}, 1 more for other versions (used as guesses)",
-         ""),
+        ("records", "ok",
+         f"2 records for {here.gpu}, 1 more for other versions (for untuned choices)", ""),
         ("records", "ok", f"5 shipped for {here.gpu} and these versions, 2 for kernels that have "
          "changed since", ""),
         ("misses", "note", "1 problems were met while tuning was forbidden", "tmm tune --misses"),

@@ -458,7 +458,7 @@ OLD = [
      CandidateResult("two", "1", {"tile": 1}, "slow", samples_us=(50.0,))],
     [failed("fast", "OddError: of 12 (/a/b.py:3)"), failed("two", "OddError: of 17 (/c/d.py:9)")],
     [failed("fast", "OddError: it"), failed("two", "OddError: it"),
-     failed("three", "expects to take 67 µs, hopeless beside BLAS")],
+     failed("three", "expects to take 67 µs, hopeless against BLAS")],
 ]  # fmt: skip
 
 

@@ -631,12 +631,12 @@ def test_a_plan_for_each_kind_of_call() -> None:
 
 HOPPER = DeviceFingerprint("cuda", "NVIDIA H100", (9, 0), 132, 232448)
 ROW = Operand(BF16)
-POSED = Problem(4096, 1536, 2048, ROW, Operand(BF16, "col"), ROW, HOPPER, groups=Groups(128, "m"))
+PROBLEM = Problem(4096, 1536, 2048, ROW, Operand(BF16, "col"), ROW, HOPPER, groups=Groups(128, "m"))
 
 
 def test_the_baseline_is_torchs_where_it_does_not_wait() -> None:
     blas = Blas()
-    assert blas.reasons_against(POSED) == []
+    assert blas.reasons_against(PROBLEM) == []
     half = Operand(torch.float16)
     for changed, reason in (
         ({"device": replace(HOPPER, capability=(8, 0))}, "on the host"),
@@ -646,7 +646,7 @@ def test_the_baseline_is_torchs_where_it_does_not_wait() -> None:
         ({"b": Operand(BF16, "col", aligned=False)}, "16 bytes"),
         ({"m": 0}, "a dimension is 0"),
     ):
-        problem = replace(POSED, **changed)
+        problem = replace(PROBLEM, **changed)
         (found, *_) = blas.reasons_against(problem)
         assert reason in found
         with pytest.raises(UnsupportedProblemError, match="no kernel can serve"):
@@ -818,11 +818,11 @@ def test_batch_invariant_mode_has_one_config_for_any_number_of_rows(tmp_path: Pa
 
 
 def test_buckets_are_of_the_ragged_dimension() -> None:
-    sums = replace(POSED, k=4097, groups=Groups(8, "k"))
+    sums = replace(PROBLEM, k=4097, groups=Groups(8, "k"))
     assert bucketed(sums) == replace(sums, k=5120)
-    columns = replace(POSED, n=33, groups=Groups(8, "n"))
+    columns = replace(PROBLEM, n=33, groups=Groups(8, "n"))
     assert bucketed(columns) == replace(columns, n=64)
-    assert bucketed(replace(POSED, m=3)).m == 4
+    assert bucketed(replace(PROBLEM, m=3)).m == 4
 
 
 @pytest.mark.parametrize("distribution", ["even", "skewed"])

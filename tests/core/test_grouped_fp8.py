@@ -303,7 +303,7 @@ def test_inputs_to_measure_with(form: str) -> None:
 
 HOPPER = DeviceFingerprint("cuda", "NVIDIA H100", (9, 0), 132, 232448)
 EIGHT, ROW = Operand(E4M3, scale=Scale.parse("row")), Operand(BF16)
-POSED = Problem(
+PROBLEM = Problem(
     4096, 1536, 2048, EIGHT, replace(EIGHT, layout="col"), ROW, HOPPER,
     groups=Groups(128, "m"),
 )  # fmt: skip
@@ -311,8 +311,8 @@ POSED = Problem(
 
 def test_the_baseline_is_torchs_on_hopper() -> None:
     blas = Blas()
-    assert blas.reasons_against(POSED) == []
-    other = with_scales(POSED, {"scales": ("tensor", None)})
+    assert blas.reasons_against(PROBLEM) == []
+    other = with_scales(PROBLEM, {"scales": ("tensor", None)})
     assert blas.reasons_against(other) == []
     for changed, reason in (
         ({"device": replace(HOPPER, capability=(10, 0))}, "is for Hopper"),
@@ -325,7 +325,7 @@ def test_the_baseline_is_torchs_on_hopper() -> None:
         ({"n": 12, "epilogue": parse("swiglu")}, "not 2048 and 24"),
         ({"a": replace(EIGHT, aligned=False)}, "aligned to 16 bytes"),
     ):
-        (found,) = blas.reasons_against(replace(POSED, **changed))  # type: ignore[arg-type]
+        (found,) = blas.reasons_against(replace(PROBLEM, **changed))  # type: ignore[arg-type]
         assert reason in found
 
 

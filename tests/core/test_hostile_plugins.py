@@ -58,7 +58,7 @@ def tunes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 class Loud(Exception):  # noqa: N818
-    """An exception that cannot be looked at."""
+    """An exception that cannot be inspected."""
 
     def __str__(self) -> str:
         raise SystemExit("str")

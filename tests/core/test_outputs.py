@@ -37,8 +37,8 @@ SQUARES = Port("squares", "col", reduce="sum", of=square)
 TOTAL = Port("total", "scalar", reduce="sum")
 COPY = Port("copy", "tile", torch.bfloat16)
 ALL = (AMAX, SQUARES, TOTAL, COPY)
-BESIDE = Epilogue("beside", same, linear=True, outputs=ALL)
-SILU = parse("silu").then(BESIDE)
+AUXILIARY = Epilogue("auxiliary", same, linear=True, outputs=ALL)
+SILU = parse("silu").then(AUXILIARY)
 
 
 def right(y: Tensor) -> tuple[Tensor, ...]:
@@ -77,28 +77,28 @@ def test_a_call_returns_a_tuple(operands: dict[str, Tensor]) -> None:
     for alpha in (torch.tensor(0.5), torch.tensor(0.5, requires_grad=True)):
         found = tmm_core.matmul(a, b, bias=bias, residual=residual, alpha=alpha, epilogue=SILU)
         hold(tuple(t.detach() for t in found), y)
-    hold(tmm_core.linear(a, b.t().contiguous(), epilogue=BESIDE), a @ b)
-    hold(tmm_core.plan(a, b, epilogue=BESIDE)(a, b), a @ b)
+    hold(tmm_core.linear(a, b.t().contiguous(), epilogue=AUXILIARY), a @ b)
+    hold(tmm_core.plan(a, b, epilogue=AUXILIARY)(a, b), a @ b)
     out = torch.empty(15, 6)
-    found = tmm_core.plan(a.flatten(0, 1), b, epilogue=[BESIDE])(a.flatten(0, 1), b, out=out)
+    found = tmm_core.plan(a.flatten(0, 1), b, epilogue=[AUXILIARY])(a.flatten(0, 1), b, out=out)
     assert found[0] is out
     hold(found, a.flatten(0, 1) @ b)
     with torch.autocast("cpu"):
-        result, *outputs = tmm_core.matmul(a, b, epilogue=BESIDE)
+        result, *outputs = tmm_core.matmul(a, b, epilogue=AUXILIARY)
     assert [t.dtype for t in (result, *outputs)] == [torch.bfloat16, *(p.dtype for p in ALL)]
 
 
 def test_a_gated_epilogue_has_outputs(operands: dict[str, Tensor]) -> None:
     a, b = operands["a"], operands["b"]
     gate, up = (a @ b).chunk(2, -1)
-    hold(tmm_core.matmul(a, b, epilogue=parse("swiglu").then(BESIDE)), F.silu(gate) * up)
+    hold(tmm_core.matmul(a, b, epilogue=parse("swiglu").then(AUXILIARY)), F.silu(gate) * up)
 
 
 @pytest.mark.parametrize("shape", [(0, 8, 6), (4, 8, 0), (4, 0, 6)])
 def test_of_nothing_there_is_a_reduction(shape: tuple[int, int, int]) -> None:
     m, k, n = shape
     _, amax, squares, total, copy = tmm_core.matmul(
-        torch.ones(m, k), torch.ones(k, n), epilogue=BESIDE
+        torch.ones(m, k), torch.ones(k, n), epilogue=AUXILIARY
     )
     assert amax.tolist() == [0.0 if n else float("-inf")] * m
     assert (squares.tolist(), total.item(), copy.shape) == ([0.0] * n, 0.0, (m, n))
@@ -146,15 +146,15 @@ def test_calls_that_cannot_have_outputs_are_refused(operands: dict[str, Tensor])
     a, b = operands["a"], operands["b"]
     for pair in ((a[0, 0], b), (a, b[:, 0]), (a, b.expand(3, 8, 6))):
         with pytest.raises(ValueError, match=r"outputs \(amax, squares, total, copy\) need a of"):
-            tmm_core.matmul(*pair, epilogue=BESIDE)
+            tmm_core.matmul(*pair, epilogue=AUXILIARY)
     with pytest.raises(ValueError, match="out= cannot be given where the epilogue has outputs"):
-        tmm_core.matmul(a, b, out=torch.empty(3, 5, 6), epilogue=BESIDE)
+        tmm_core.matmul(a, b, out=torch.empty(3, 5, 6), epilogue=AUXILIARY)
     with pytest.raises(RuntimeError, match="kernels take dense tensors"):
-        tmm_core.matmul(a[0].to_sparse(), b, epilogue=BESIDE)
+        tmm_core.matmul(a[0].to_sparse(), b, epilogue=AUXILIARY)
     for rows in (a[0], a[0].clone().requires_grad_()):
         with pytest.raises(ValueError, match=r"outputs .* are of one product, not of groups"):
             tmm_core.grouped_matmul(rows, b[None], offs=torch.tensor([5]).int(), epilogue=SILU)
-    instance = problem(epilogue=BESIDE)
+    instance = problem(epilogue=AUXILIARY)
     batch = Supports.everything().reasons_against(replace(instance, batch=2))
     assert batch == ["outputs are of one product, not of a batch or of groups"]
     able = Supports.everything()
@@ -165,7 +165,7 @@ def test_calls_that_cannot_have_outputs_are_refused(operands: dict[str, Tensor])
     ):
         assert message in replace(able, **change).reasons_against(instance)
     with pytest.raises(UnsupportedProblemError, match="writes no output amax"):
-        tmm_core.matmul(a, b, epilogue=BESIDE, kernel="triton.split_k")
+        tmm_core.matmul(a, b, epilogue=AUXILIARY, kernel="triton.split_k")
 
 
 def test_a_port_is_checked() -> None:
@@ -186,13 +186,13 @@ def test_a_port_is_checked() -> None:
         with pytest.raises(ValueError, match=message.replace("(", r"\(")):
             replace(AMAX, **wrong)
     with pytest.raises(ValueError, match="two outputs of one name"):
-        BESIDE.then(BESIDE)
+        AUXILIARY.then(AUXILIARY)
 
 
 def test_the_key_follows_outputs_and_only_those() -> None:
     other = replace(AMAX, of=square)
     keys = [
-        replace(BESIDE, outputs=ports).key
+        replace(AUXILIARY, outputs=ports).key
         for ports in ((), (AMAX,), (other,), (replace(AMAX, dtype=torch.float16),), (TOTAL, AMAX))
     ]
     assert len(set(keys)) == len(keys)
@@ -200,7 +200,7 @@ def test_the_key_follows_outputs_and_only_those() -> None:
     assert silu.key != "silu"
     assert silu.bare.key == "silu"
     assert SILU.bare.outputs == ()
-    assert replace(BESIDE, outputs=()).key == Epilogue("beside", same, linear=True).key
+    assert replace(AUXILIARY, outputs=()).key == Epilogue("auxiliary", same, linear=True).key
     assert problem(epilogue=SILU).to_json()["epilogue"] == SILU.key
 
 
@@ -266,7 +266,7 @@ def _random(outputs: tuple[Tensor, ...], y: Tensor) -> None:
 )
 @pytest.mark.slow(quick=6)
 def test_wrong_outputs_are_seen(spoil: Any, message: str, sampled: bool) -> None:
-    instance = problem(m=100, n=72, k=24, epilogue=BESIDE)
+    instance = problem(m=100, n=72, k=24, epilogue=AUXILIARY)
     for kernel, reason in ((Spoilt(lambda outputs, y: None), None), (Spoilt(spoil), message)):
         verifier = Verifier(instance, CPU, sampled=sampled)
         verdict = verifier.verdict(
@@ -328,7 +328,7 @@ class TogetherWrong(Spoilt):
     ids=["alpha", "rows apart", "one tensor", "a parameter", "reads outputs", "two threads"],
 )
 def test_outputs_that_are_wrong_in_some_ways_of_use_are_seen(kernel: Spoilt) -> None:
-    instance = problem(m=16, n=16, k=16, epilogue=BESIDE, scaled=True)
+    instance = problem(m=16, n=16, k=16, epilogue=AUXILIARY, scaled=True)
     verdict = Verifier(instance, CPU).verdict(
         kernel.bind(instance, kernel.default_config(instance))
     )
@@ -339,7 +339,7 @@ def test_tuning_times_candidates_with_outputs() -> None:
     good, bad = Spoilt(lambda outputs, y: None), Spoilt(_shifted)
     bad.name = "fake.bad"  # type: ignore[misc]
     blas = tmm_core.dispatch.default_dispatcher().registry.kernel(BASELINE)
-    instance = problem(m=40, epilogue=BESIDE)
+    instance = problem(m=40, epilogue=AUXILIARY)
     record = Tuner().tune(
         instance, [blas, good, bad], settings()
     )  # by the clock: they are launched

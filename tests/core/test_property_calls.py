@@ -175,7 +175,7 @@ def mapped(call: Call) -> Any:
     return torch.vmap(lambda given: matmul(given | rest))(twice)[0]
 
 
-def posed(call: Call) -> Any:
+def described(call: Call) -> Any:
     tmm_core.problem(**call)  # of folded operands
     return meta(call)
 
@@ -196,7 +196,7 @@ def paths(call: Call) -> Iterator[tuple[str, Path]]:
     )
     if number and usual:
         yield "operator", by_operator
-        yield "problem", posed
+        yield "problem", described
     yield "vmap", mapped
     for name in ("a", "bias", "residual", "scale_b"):
         if name in call:

@@ -258,7 +258,7 @@ def to_out(call: Call) -> Any:
     return out
 
 
-def posed(call: Call) -> Any:
+def described(call: Call) -> Any:
     tmm_core.problem(**call)
     return meta(call)
 
@@ -275,7 +275,7 @@ def compiled_recording(call: Call) -> Any:
 
 def paths(call: Call) -> Iterator[tuple[str, Path]]:
     yield from {
-        "again": grouped, "recorded": recorded, "meta": meta, "out": to_out, "problem": posed,
+        "again": grouped, "recorded": recorded, "meta": meta, "out": to_out, "problem": described,
     }.items()  # fmt: skip
     if not isinstance(call["alpha"], Tensor):
         yield "fake", fake

@@ -161,7 +161,7 @@ def by_operator(call: Call) -> Any:
     return torch.ops.tmm.matmul(*parts[:-1])
 
 
-def posed(call: Call) -> Any:
+def described(call: Call) -> Any:
     tmm_core.problem(**call)
     str(tmm_core.explain(**call))
     return meta(call)
@@ -234,7 +234,7 @@ def paths(call: Call) -> Iterator[tuple[str, Path]]:
         yield "functional", functional
         if usual and isinstance(call["alpha"], (int, float)):
             yield "operator", by_operator
-            yield "problem", posed
+            yield "problem", described
             if not learns(call):
                 yield "plan", planned
     for name in ("a", "b", "bias", "residual"):

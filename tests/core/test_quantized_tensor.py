@@ -511,14 +511,14 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "a list to write": (
         lambda: torch._foreach_mul_([_int4()], 2.0), NotImplementedError, "values are not written",
     ),
-    "fp64": (lambda: tmm_core.linear(X.double(), _int4()), RuntimeError, "beside a quantised"),
+    "fp64": (lambda: tmm_core.linear(X.double(), _int4()), RuntimeError, "with a quantised"),
     "complex": (
         lambda: tmm_core.linear(X.to(torch.complex64), _int4()), RuntimeError,
-        "dtype of torch.float16, torch.bfloat16, torch.float32 beside",
+        "dtype of torch.float16, torch.bfloat16, torch.float32 with",
     ),
     "fp64 in groups": (
         lambda: tmm_core.grouped_linear(X.double(), made("int4", 3, 24, 256)[0], offs=OFFS),
-        RuntimeError, "beside a quantised",
+        RuntimeError, "with a quantised",
     ),
     "vmap": (
         lambda: torch.vmap(lambda w: tmm_core.matmul(X, w.mT))(made("mxfp4", 3, 24, 256)[0]),

@@ -20,7 +20,7 @@ from tmm_core.nn import GatedMLP, Linear, convert
 from tmm_core.settings import Settings, current, with_static_weights, within
 
 SAID = settings(static_weights=True)
-POSED = problem(static_weights=True)
+PROBLEM = problem(static_weights=True)
 EARLY, PLAIN = 100, 1
 
 
@@ -53,7 +53,7 @@ def word() -> Word:
 
 def test_a_record_made_with_the_word_serves_without_it(tmp_path: Path) -> None:
     d, _ = dispatcher(FakeBlas(), word(), times=TIMES, root=tmp_path)
-    assert d.choose(POSED, SAID).candidate.config.to_json() == {"tile": EARLY}
+    assert d.choose(PROBLEM, SAID).candidate.config.to_json() == {"tile": EARLY}
     fresh, timer = dispatcher(FakeBlas(), word(), times=TIMES, root=tmp_path)
     choice = fresh.choose(problem(), settings())
     assert (choice.candidate.config.to_json(), choice.origin) == ({"tile": PLAIN}, "cache")
@@ -78,9 +78,9 @@ def test_many_fast_configs_of_the_word_leave_one_without_it(tmp_path: Path) -> N
     kernel = Many("word", tiles=(PLAIN, *range(EARLY, EARLY + 9)))
     times = {("word", tile): 5.0 for tile in kernel.tiles} | {("word", PLAIN): 8.0, "blas": 10.0}
     d, _ = dispatcher(FakeBlas(), kernel, times=times, root=tmp_path)
-    assert d.choose(POSED, SAID).candidate.config.to_json() != {"tile": PLAIN}
+    assert d.choose(PROBLEM, SAID).candidate.config.to_json() != {"tile": PLAIN}
     assert d.choose(problem(), settings()).candidate.config.to_json() == {"tile": PLAIN}
-    found = d.record(POSED)
+    found = d.record(PROBLEM)
     assert found is not None
     (plain,) = (c for c in found[1].candidates if (c.kernel, c.config["tile"]) == ("word", PLAIN))
     assert (plain.status, sorted(plain.inside_us)) == ("ok", [33, 49])  # as the winner's
@@ -106,10 +106,10 @@ def test_a_record_made_without_the_word_is_completed_once(tmp_path: Path) -> Non
     d, timer = dispatcher(FakeBlas(), word(), FakeKernel("other"), times=TIMES, root=tmp_path)
     assert d.choose(problem(), settings()).candidate.config.to_json() == {"tile": PLAIN}
     timer.measured.clear()
-    assert d.choose(POSED, SAID).candidate.config.to_json() == {"tile": EARLY}
+    assert d.choose(PROBLEM, SAID).candidate.config.to_json() == {"tile": EARLY}
     assert set(timer.measured) == {"word", "blas"}  # the other knows no word
     fresh, timer = dispatcher(FakeBlas(), word(), FakeKernel("other"), times=TIMES, root=tmp_path)
-    choice = fresh.choose(POSED, SAID)
+    choice = fresh.choose(PROBLEM, SAID)
     assert (choice.candidate.config.to_json(), choice.origin) == ({"tile": EARLY}, "cache")
     assert fresh.choose(problem(), settings()).candidate.config.to_json() == {"tile": PLAIN}
     assert timer.measured == []
@@ -127,7 +127,7 @@ def test_a_config_that_failed_early_is_not_tried_at_every_start(tmp_path: Path) 
         d, timer = dispatcher(FakeBlas(), kernel, times=TIMES, root=tmp_path)
         warned = pytest.warns(TmmWarning, match="does not compile")
         with warned if measures else contextlib.nullcontext():
-            choice = d.choose(POSED, SAID)
+            choice = d.choose(PROBLEM, SAID)
         assert choice.candidate.config.to_json() == {"tile": PLAIN}
         assert bool(timer.measured) is measures
 
@@ -144,9 +144,9 @@ def test_a_config_that_was_hopeless_early_is_not_queried_at_every_start(
         kernels = FakeBlas(estimate=10.0), Hopeless("word", tiles=(PLAIN, EARLY))
         d, timer = dispatcher(*kernels, times=TIMES, root=tmp_path)
         hopeless = plain_us > 100
-        assert d.choose(POSED, SAID).candidate.kernel.name == ("blas" if hopeless else "word")
+        assert d.choose(PROBLEM, SAID).candidate.kernel.name == ("blas" if hopeless else "word")
         assert bool(timer.measured) is measures
-    record = d.tune(POSED, SAID)
+    record = d.tune(PROBLEM, SAID)
     (entry,) = (c for c in record.candidates if c.status == "failed")
     assert entry.config == {"tile": EARLY}
     assert "expects to take" in str(entry.reason)
@@ -155,14 +155,14 @@ def test_a_config_that_was_hopeless_early_is_not_queried_at_every_start(
 def test_a_forced_config_needs_the_word() -> None:
     d, _ = dispatcher(FakeBlas(), word())
     forced = '{"tile": 100}'
-    choice = d.choose(POSED, settings(static_weights=True, kernel="word", config=forced))
+    choice = d.choose(PROBLEM, settings(static_weights=True, kernel="word", config=forced))
     assert choice.candidate.config.to_json() == {"tile": EARLY}
     with pytest.raises(UnsupportedProblemError, match=r"'word'.*tile=100.*static_weights"):
         d.choose(problem(), settings(kernel="word", config=forced))
 
 
 def test_the_word_is_not_part_of_the_key() -> None:
-    assert POSED.to_json() == problem().to_json()
+    assert PROBLEM.to_json() == problem().to_json()
 
 
 def test_variable_and_override(monkeypatch: pytest.MonkeyPatch) -> None:

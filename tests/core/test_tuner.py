@@ -823,10 +823,10 @@ def test_the_steady_clock_interleaves_and_drops_the_start_of_each_sample(
     samples = timer.steady(runs, 4, copies=2, steady_us=450.0)
     assert samples == [[100.0] * 4] * 2
     assert replayed[0] == ("torch", 15)
-    turns = [name for name, count in replayed if count == 30]
-    rounds = list(zip(turns[::2], turns[1::2], strict=True))
+    samples = [name for name, count in replayed if count == 30]
+    rounds = list(zip(samples[::2], samples[1::2], strict=True))
     assert set(rounds) == {("torch", "tmm"), ("tmm", "torch")}
-    assert replayed[1::2] == [(name, 15) for name in turns]
+    assert replayed[1::2] == [(name, 15) for name in samples]
 
 
 def test_in_batch_invariant_mode_the_best_of_each_arithmetic_race() -> None:
@@ -934,7 +934,7 @@ def test_the_best_of_an_arithmetic_at_another_m_is_tried_and_timed_there() -> No
     assert 78 not in [c.config.get("tile") for c in record.candidates]
 
 
-class Pauseless(FakeTimer):
+class SteadyTimer(FakeTimer):
     """A GPU's timer: by the clock steady each takes what ``steady`` says, tiles alike."""
 
     def __init__(self, times: dict[Any, float], steady: dict[Any, float]) -> None:
@@ -949,13 +949,15 @@ class Pauseless(FakeTimer):
         return self.steady(runs, rounds, **chain)
 
 
-def without_pause(
+def in_steady_state(
     times: dict[Any, float], steady: dict[str, float] | None = None, **how: Any
 ) -> tuple[str, list[str]]:
     """The winner and those that were timed in steady state, in the order of their kernels."""
     kernels = [FakeKernel(name, traits=Traits(batch_invariant=True)) for name in "pqr"]
     still = {"blas": 200.0, "p": 199.0, "q": 198.0, "r": 150.0, **(steady or {})}
-    record = Tuner(Pauseless(times, still)).tune(problem(**how), [FakeBlas(), *kernels], settings())
+    record = Tuner(SteadyTimer(times, still)).tune(
+        problem(**how), [FakeBlas(), *kernels], settings()
+    )
     timed = {c.kernel: c.steady_us for c in record.candidates if c.steady_us is not None}
     assert timed.items() <= still.items()
     return winner(record), [*timed]
@@ -964,48 +966,48 @@ def without_pause(
 def test_large_products_that_bursts_do_not_distinguish_are_timed_back_to_back() -> None:
     # r is fastest in steady state, but 3 % slower in use.
     times = {"blas": 210.0, "p": 200.0, "q": 203.0, "r": 206.0}
-    assert without_pause(times) == ("q", ["blas", "p", "q"])
-    assert without_pause({**times, "q": 205.0})[0] == "p"
+    assert in_steady_state(times) == ("q", ["blas", "p", "q"])
+    assert in_steady_state({**times, "q": 205.0})[0] == "p"
     # A candidate that is not ahead of BLAS in use cannot win.
-    assert without_pause({**times, "blas": 205.5}) == ("q", ["blas", "p", "q"])
-    assert without_pause({**times, "blas": 201.0}) == ("blas", [])
-    assert without_pause({name: us / 2 for name, us in times.items()}) == ("p", [])
-    assert without_pause(times, batch_invariant=True) == ("p", [])
+    assert in_steady_state({**times, "blas": 205.5}) == ("q", ["blas", "p", "q"])
+    assert in_steady_state({**times, "blas": 201.0}) == ("blas", [])
+    assert in_steady_state({name: us / 2 for name, us in times.items()}) == ("p", [])
+    assert in_steady_state(times, batch_invariant=True) == ("p", [])
 
 
 def test_steady_state_is_not_measured_again_where_one_is_clearly_faster() -> None:
     """p may or may not be slower than BLAS; q, level with p in use, is faster than both."""
     for q, again in ((201.0, []), (205.0, ["p", "blas"])):
-        turns: list[list[str]] = []
+        measured: list[list[str]] = []
 
-        class Noting(Pauseless):
+        class Noting(SteadyTimer):
             def steady(self, runs: Any, rounds: int, **chain: Any) -> list[list[float]]:
-                turns.append([run.launcher.cost[0] for run in runs])  # noqa: B023
+                measured.append([run.launcher.cost[0] for run in runs])  # noqa: B023
                 return super().steady(runs, rounds, **chain)
 
         timer = Noting({"blas": 210.0, "p": 200.0, "q": q}, {"blas": 200.0, "p": 203.0, "q": 190.0})
         kernels = [FakeBlas(), FakeKernel("p"), FakeKernel("q")]
         record = Tuner(timer).tune(problem(), kernels, settings())
-        assert turns == [["blas", "p", "q"], *[again][: len(again)]]
+        assert measured == [["blas", "p", "q"], *[again][: len(again)]]
         assert winner(record) == ("p" if again else "q")
 
 
 def test_candidates_far_ahead_of_blas_are_compared_with_close_ones_in_steady_state() -> None:
     times = {"blas": 231.0, "p": 200.0, "q": 203.0, "r": 206.0}
-    assert without_pause(times) == ("q", ["p", "q"])
-    assert without_pause({**times, "q": 205.0}) == ("p", [])
-    assert without_pause({**times, "blas": 229.0}) == ("q", ["blas", "p", "q"])
+    assert in_steady_state(times) == ("q", ["p", "q"])
+    assert in_steady_state({**times, "q": 205.0}) == ("p", [])
+    assert in_steady_state({**times, "blas": 229.0}) == ("q", ["blas", "p", "q"])
 
 
 def test_a_kernel_slower_than_blas_in_steady_state_does_not_win() -> None:
     """A kernel that draws more power than BLAS looks faster when interleaved with others."""
     times = {"blas": 210.0, "p": 190.0, "q": 203.0, "r": 207.5}
-    assert without_pause(times, steady={"p": 204.1})[0] == "q"
-    assert without_pause(times, steady={"p": 203.9})[0] == "p"
+    assert in_steady_state(times, steady={"p": 204.1})[0] == "q"
+    assert in_steady_state(times, steady={"p": 203.9})[0] == "p"
     # Others are timed in steady state where the first are slower than BLAS.
-    assert without_pause(times, steady={"p": 205.0, "q": 203.9})[1] == ["blas", "p", "q"]
-    assert without_pause(times, steady={"p": 205.0, "q": 206.0}) == ("r", ["blas", "p", "q", "r"])
-    assert without_pause(times, steady={"p": 205.0, "q": 205.0, "r": 205.0})[0] == "blas"
+    assert in_steady_state(times, steady={"p": 205.0, "q": 203.9})[1] == ["blas", "p", "q"]
+    assert in_steady_state(times, steady={"p": 205.0, "q": 206.0}) == ("r", ["blas", "p", "q", "r"])
+    assert in_steady_state(times, steady={"p": 205.0, "q": 205.0, "r": 205.0})[0] == "blas"
 
 
 @pytest.mark.parametrize(
@@ -1014,19 +1016,19 @@ def test_a_kernel_slower_than_blas_in_steady_state_does_not_win() -> None:
 def test_steady_state_is_measured_again_where_the_first_measurement_is_unclear(
     p: float, clear: bool
 ) -> None:
-    turns: list[list[str]] = []
+    measured: list[list[str]] = []
 
-    class Drifting(Pauseless):
-        """The second turns take 8 µs longer than the first."""
+    class Drifting(SteadyTimer):
+        """The second measurement takes 8 µs longer than the first."""
 
         def steady(self, runs: Any, rounds: int, **chain: Any) -> list[list[float]]:
-            turns.append([run.launcher.cost[0] for run in runs])
+            measured.append([run.launcher.cost[0] for run in runs])
             samples = super().steady(runs, rounds, **chain)
-            return [[us + 8.0 * (len(turns) - 1) for us in mine] for mine in samples]
+            return [[us + 8.0 * (len(measured) - 1) for us in mine] for mine in samples]
 
     timer = Drifting({"blas": 210.0, "p": 200.0}, {"blas": 200.0, "p": p})
     record = Tuner(timer).tune(problem(), [FakeBlas(), FakeKernel("p")], settings())
-    assert turns == ([["blas", "p"]] if clear else [["blas", "p"], ["p", "blas"]])
+    assert measured == ([["blas", "p"]] if clear else [["blas", "p"], ["p", "blas"]])
     later = 0.0 if clear else 4.0
     assert {c.kernel: c.steady_us for c in record.candidates} == {
         "blas": 200 + later,
@@ -1049,7 +1051,7 @@ def test_nor_does_it_answer_in_another_s_place_or_inside_the_bucket() -> None:
 
 
 def test_a_launch_that_fails_in_steady_state_costs_only_itself() -> None:
-    class Failing(Pauseless):
+    class Failing(SteadyTimer):
         def steady(self, runs: Any, rounds: int, **chain: Any) -> list[list[float]]:
             for run in runs:
                 if run.launcher.cost[0] == "q":

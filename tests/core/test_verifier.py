@@ -372,11 +372,13 @@ def test_memory_that_a_launcher_may_get_next_holds_no_result(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     data = DataSets(problem(), CPU, 1 << 28, sampled=False)
-    poison, soiled = data_sets.poison, []
-    monkeypatch.setattr(data_sets, "poison", lambda t: (soiled.append(t), poison(t)))
+    poison, poisoned = data_sets.poison, []
+    monkeypatch.setattr(data_sets, "poison", lambda t: (poisoned.append(t), poison(t)))
     data.poison_free_memory()
-    assert [(t.shape, t.dtype) for t in soiled] == 2 * [(problem().out_shape, problem().out.dtype)]
-    assert all(t.isnan().all() for t in soiled)
+    assert [(t.shape, t.dtype) for t in poisoned] == 2 * [
+        (problem().out_shape, problem().out.dtype)
+    ]
+    assert all(t.isnan().all() for t in poisoned)
 
 
 def test_free_memory_is_poisoned_just_before_a_launcher_allocates_its_result(

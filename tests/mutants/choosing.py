@@ -146,7 +146,7 @@ TUNING = [
     Mutant("always-resumed", "tuning/untried.py", "if not (resume and result.reason == BUDGET_ENDED):",
            "if result.reason != BUDGET_ENDED:", "every process waits for what a budget left out", (DISPATCHER,)),
     Mutant("tune-one-by-one", "commands/tune.py",
-           "                    runner.prepare(following.pose, following.tf32, options.force)\n", "",
+           "                    runner.prepare(following.make, following.tf32, options.force)\n", "",
            "no kernel compiles while another problem is timed", ("tests/core/test_cli.py",)),
     Mutant("reserve-of-the-word", "tuning/candidate_run.py",
            "(group(problem, candidate), bool(candidate.config.assumes))",

@@ -356,7 +356,7 @@ FRESH = [
            "one wait in vain more",
            ("tests/core/test_two_threads.py::test_turns_end_after_so_many_waits_in_vain",)),
     Mutant("convert-float64-rounded", "nn/stored_weights.py",
-           "if weight.dtype not in formats.BESIDE:", "if False:",
+           "if weight.dtype not in formats.PLAIN_DTYPES:", "if False:",
            "a layer of float64 raises after it was converted",
            ("tests/core/test_convert_quantised.py::"
             "test_every_format_and_layers_that_no_format_serves",)),

@@ -19,7 +19,7 @@ PATH = [
            "every call is delayed by a slice", (f"{BACKGROUND}::test_slices_are_short_and_within_their_share",)),
     Mutant("slice-saved-up", "tuning/background.py", "self._credit = min(SLICE, self._credit", "self._credit = min(1e9, self._credit",
            "after a pause one call waits for a whole tuning", (f"{BACKGROUND}::test_slices_are_short_and_within_their_share",)),
-    Mutant("slice-waits", "tuning/background.py", "return not waiting or now - self.left > LOOK", "return True",
+    Mutant("slice-waits", "tuning/background.py", "return not waiting or now - self.left > CHECK_INTERVAL", "return True",
            "calls go on with a tuning that waits for compilers", (f"{BACKGROUND}::test_compilers_are_not_waited_for",)),
     Mutant("slice-beside", "tuning/background.py", "(place == 0 or not task.waited)", "True",
            "two tunings hold memory at a time", (f"{BACKGROUND}::test_compilers_are_not_waited_for",)),

@@ -173,7 +173,7 @@ def test_each_property_of_a_problem_is_a_constant(instance: Problem, found: dict
         (problem(device=DeviceFingerprint("cpu", "cpu", interpreted=True)), "interpreter"),
         (problem(dtype=FP32), "torch.float32 operands are not among float16, bfloat16, fp8"),
         (problem(b=Operand(FP16, "col")), "operands differ in dtype"),
-        (problem(b=Operand(E4M3, "col")), "takes no fp8 b beside an a of torch.bfloat16"),
+        (problem(b=Operand(E4M3, "col")), "takes no fp8 b with an a of torch.bfloat16"),
         (problem(dtype=E4M3), "out of torch.float8_e4m3fn"),
         (problem(layout="nn", dtype=E4M3, out=BF16), "along K only"),
         (problem(layout="tt", dtype=E5M2, out=BF16), "along K only"),

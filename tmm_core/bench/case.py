@@ -53,7 +53,7 @@ class Case:
     ``epilogue`` is text as in ``matmul(epilogue=…)``; ``tf32`` allows TF32 for fp32;
     ``scales`` gives 8-bit operands scales per ``"tensor"`` or per ``"row"``. ``groups`` makes it a
     grouped call, ragged along ``ragged``, whose size is the total of all groups. ``routing``
-    chooses the distribution of group sizes: ``"skewed"``, ``"even"``, or ``"both"`` in turn.
+    chooses the distribution of group sizes: ``"skewed"``, ``"even"``, or ``"both"`` alternately.
     """
 
     m: int
@@ -192,7 +192,7 @@ class Call(Inputs):
             return tmm_core.plan(self.a, self.b, **self.keywords, **forced)
         call = GroupedArguments(self.a, self.b, **self.keywords)
         with settings.override(**forced) as current:
-            return warm.make_plan(call, self.epilogue, current, grouped_call.pose)
+            return warm.make_plan(call, self.epilogue, current, grouped_call.describe)
 
 
 def parse_shape(text: str) -> tuple[int, int, int, int]:

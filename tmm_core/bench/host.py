@@ -78,7 +78,7 @@ def measure(device: torch.device, *, tune: bool = True, budget: float | None = N
 def host_us(
     calls: dict[str, Callable[[], object]], device: torch.device, repeats: int = REPEATS
 ) -> dict[str, float]:
-    """Median µs per call; each repeat times a batch of every call in turn."""
+    """Median µs per call; each repeat times a batch of every call, one after the other."""
     for call in calls.values():
         for _ in range(WARM):
             call()

@@ -113,10 +113,10 @@ def run(tasks: Sequence[Task], device: torch.device, options: Options) -> Iterat
         yield document
 
 
-def prepare(pose: Callable[[], Problem], tf32: bool, force: bool = False) -> None:
+def prepare(make: Callable[[], Problem], tf32: bool, force: bool = False) -> None:
     """Start compiling the kernels of a problem, while another is measured."""
     with suppress(Exception), precision(tf32):  # its own measurement reports the error
-        dispatch.default_dispatcher().prepare(pose(), settings.current(), force)
+        dispatch.default_dispatcher().prepare(make(), settings.current(), force)
 
 
 def _problem_of(task: Task, device: torch.device) -> Problem:

@@ -112,12 +112,12 @@ class Dispatcher(Deferring):
                     # ``checked_launch`` turns a GeneratorExit into a RuntimeError. No attribute of
                     # a foreign class is read here.
                     ends = type(error) is RuntimeError and type(error.__cause__) is GeneratorExit
-                    # The launcher does not take its arguments: no frame names the kernel.
+                    # The launcher has another signature, so no frame of the traceback is its own.
                     refused = type(error) is TypeError and not foreign_place(error)
                     unnamed = refused and kernel.name != BASELINE
                     if issubclass(type(error), Exception) and not (ends or unnamed):
                         raise
-                    # Or the exception would end the process, or a generator of the caller.
+                    # Otherwise the exception would end the process, or a generator of the caller.
                     raise PluginError(f"kernel {kernel.name} raised {error_text(error)}") from error
                 self.quarantine(problem, choice, error)
             else:
@@ -415,8 +415,7 @@ class Dispatcher(Deferring):
             return record
 
     def adopt(self, problem: Problem, record: TuningRecord) -> None:
-        """Use the ``record`` of ``problem`` for choices until this process ends, whatever its
-        origin.
+        """Use the ``record`` of ``problem``, of any origin, for choices until this process ends.
 
         The record is also stored, unless it is stored already or the disk refuses it.
         """
@@ -497,7 +496,7 @@ def _completed(kernel: Kernel[Any], problem: Problem, given: dict[str, Any]) -> 
 
 
 def _for_blas(problem: Problem) -> str:
-    """Why BLAS answers whatever records and estimates say; empty if they count."""
+    """Why BLAS answers without regard to records and estimates; empty if these decide."""
     if problem.is_empty:
         return "nothing to multiply: a dimension is 0"
     if problem.device.interpreted and problem.device.type == "cuda":

@@ -130,7 +130,7 @@ class Explanation:
         else:
             tuned = self.miss.action == "tune"
             yield "miss", f"{'would be tuned:' if tuned else 'would raise'} {self.miss.reason}"
-            yield "guess", str(choice.candidate)
+            yield "untuned", str(choice.candidate)
         yield "because", f"{choice.origin}: {choice.reason}"
         if choice.arithmetic is not None:
             yield "sums by", f"{choice.arithmetic}, as all M of this weight"

@@ -47,7 +47,7 @@ def choose(
         candidate, where = near
         time = candidate.kernel.estimate_us(problem, candidate.config)
         if time is None or least is None or time <= NEAR * least[0]:
-            return Choice(candidate, "neighbour", f"{why}; untuned guess from {where}")
+            return Choice(candidate, "neighbour", f"{why}; untuned choice from {where}")
     baseline = expected.get(BASELINE)
     if least is None or (baseline is None and any(kernel.name == BASELINE for kernel in able)):
         return None

@@ -139,7 +139,7 @@ class Invariance:
 
     def tune(self, problem: Problem, settings: Settings, force: bool) -> TuningRecord | None:
         """Measure the rungs of the weight and ``problem`` itself, and return its own record. A
-        guessed arithmetic is replaced by the measured one."""
+        untuned arithmetic is replaced by the measured one."""
         self._arithmetics.clear()
         own = replace(problem, capturing=False)
         able = self._host.able(own, settings)

@@ -258,7 +258,7 @@ IMPLIED: dict[torch.dtype, Format] = {}
 CODES: dict[str, str] = {}
 
 #: Dtypes of a plain operand that is multiplied by a stored one.
-BESIDE = (torch.float16, torch.bfloat16, torch.float32)
+PLAIN_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def add(form: Format) -> None:
@@ -355,6 +355,6 @@ def pair(a: torch.dtype, b: torch.dtype, names: str = "") -> Pair:
         mixed = stored[0] is not stored[1] and not (of_a and of_b)
         return Pair(*forms, None if mixed else stored[0].result, blocks)
     plain, is_named = (b, of_a) if forms[1] is None else (a, of_b)
-    # Torch does not multiply a plain operand by 8-bit floats; a caller who names the format means
-    # it.
-    return Pair(*forms, plain if is_named and plain in BESIDE else None, blocks)
+    # Torch does not multiply a plain operand by 8-bit floats; a caller who names the format wants
+    # this product.
+    return Pair(*forms, plain if is_named and plain in PLAIN_DTYPES else None, blocks)

@@ -117,7 +117,7 @@ def is_gated_mlp(module: nn.Module) -> bool:
             if replaced is not None:
                 module.__dict__["forward"] = replaced
     proven = _proven[kind]
-    if proven is not None:  # also looks at the activation, before a graph is traced
+    if proven is not None:  # also examines the activation, before a graph is traced
         activation.activated_by(module._modules.get(str(proven[2].activation)))
     return proven is not None
 

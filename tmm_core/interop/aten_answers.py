@@ -106,7 +106,7 @@ class Operator:
     Attributes:
         tallies: Tallies by the kernel's name.
         passed: Calls that torch's kernel answered.
-        slowed: Calls among them whose limit was the host, and that waited for no choice.
+        slowed: Calls among them that the host limited and that did not wait for a choice.
         saved_us: GPU time that kernels saved while the GPU was the limit.
         declined: Why the last call that a forced or recorded kernel did not answer went to torch.
         library: Holds the registration of the operator's entry; None: it is not registered.
@@ -141,8 +141,9 @@ class Operator:
             self.library = None
 
     def renewed(self, error: RuntimeError) -> bool:
-        """Whether a call failed because :attr:`torchs` belongs to a library that has been removed,
-        as a mode that replaces products for a time does. It is then the kernel beneath."""
+        """Whether a call failed because :attr:`torchs` belongs to a library that was removed, as
+        by the end of a mode that replaces products. Then :attr:`torchs` becomes the kernel that
+        the library had replaced."""
         removed = "has been invalidated" in error_message(error)  # torch's words
         if removed:
             self._renew()
@@ -171,8 +172,11 @@ class Operator:
         call: Arguments | GroupedArguments | None,
         wrap: Callable[[Any], Callable[..., Tensor]] | None = None,
     ) -> Answer:
-        """Choose the answer of a new key, which later calls replay. Torch answers without a call
-        of tmm's operator; ``wrap`` makes a launcher from a plan, if not the plan's own.
+        """Choose the answer of a new key, which later calls replay.
+
+        Args:
+            call: The call of tmm's operator; None: there is none, and torch answers.
+            wrap: Makes a launcher from a plan; by default the plan's own launcher is used.
 
         Raises:
             CacheMissError: ``on_cache_miss="error"`` and no record.
@@ -213,7 +217,7 @@ class Operator:
         current = settings.current()
         if current.on_cache_miss == "tune":
             current = settings.changed(current, on_cache_miss=self.on_cache_miss)
-        plan = warm.make_plan(call, warm.epilogue_of(""), current, self._pose, waits=False)
+        plan = warm.make_plan(call, warm.epilogue_of(""), current, self._problem_of, waits=False)
         lasting, capturing = plan.choice.lasting, plan.problem.capturing
         saved_us = _saved_us(plan)
         if saved_us is None:
@@ -230,12 +234,12 @@ class Operator:
             return answer
         return (_keep if lasting else _keep_for_now)(key, answer, drops)
 
-    def _pose(self, call: Any, epilogue: Any, current: settings.Settings) -> Any:
+    def _problem_of(self, call: Any, epilogue: Any, current: settings.Settings) -> Any:
         """Return the problem of a call. Leave problems to torch that ``only`` excludes, and calls
         that tmm refuses: torch raises its own errors for these."""
-        pose: Any = warm.pose if isinstance(call, Arguments) else launch_grouped.pose
+        describe: Any = warm.describe if isinstance(call, Arguments) else launch_grouped.describe
         try:
-            problem, fold = pose(call, epilogue, current)
+            problem, fold = describe(call, epilogue, current)
         except (RuntimeError, ValueError, TypeError) as error:
             reraise(error)
             raise _LeftError from error

@@ -1,7 +1,7 @@
 """Converts calls of aten's products to calls of tmm, for :mod:`tmm_core.interop.aten_answers`.
 
-The result is None for a call that tmm does not answer. Such a call has other dtypes, addresses that
-are not multiples of 16 bytes, or empty operands. Or torch would refuse it.
+The result is None for a call that tmm does not answer: with other dtypes, addresses that are not
+multiples of 16 bytes or empty operands, or a call that torch refuses.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Gradients are grouped products themselves. If rows are ragged, the gradient of ``a`` is a product
 with ragged rows, and the gradient of ``b`` a product with a ragged K. The gradient of data beyond
-the last group is zero, whatever the data.
+the last group is zero for any data.
 """
 
 from __future__ import annotations

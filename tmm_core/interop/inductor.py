@@ -283,7 +283,7 @@ def problem_of(tail: Tail, terms: Any) -> Problem:
         else:
             added = torch.empty(_hints(tail.result_shape), dtype=dtype, device="meta")
         call = Arguments(_like(a), _like(b), _like(bias), added, alpha, tail.epilogue)
-        problem, _ = warm.pose(call, warm.epilogue_of(tail.epilogue), settings.current())
+        problem, _ = warm.describe(call, warm.epilogue_of(tail.epilogue), settings.current())
     tf32 = dtype is torch.float32 and device.type == "cuda" and warm._tf32()
     return replace(problem, device=fingerprint(device), tf32=tf32)
 

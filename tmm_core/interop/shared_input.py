@@ -34,7 +34,7 @@ aten = torch.ops.aten
 #: The most rows of ``a`` with which products share the GPU. With more, some take longer than one
 #: after the other: 3 % of 256 rows, 13 % of 512.
 MOST_ROWS = 64
-#: The number of streams beside the current one.
+#: The number of streams in addition to the current one.
 _STREAMS = 3
 
 #: Roles in the order of the operator's arguments.

@@ -172,7 +172,7 @@ def each_bias(bias: Tensor | None, offs: Tensor) -> Tensor | None:
     return bias if bias is None or bias.dim() == 2 else bias.expand(offs.shape[0], -1)
 
 
-def pose(
+def describe(
     call: GroupedArguments, epilogue: Epilogue, current: settings.Settings
 ) -> tuple[Problem, None]:
     """Return the problem of one call's arguments, which are not folded."""

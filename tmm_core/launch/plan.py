@@ -47,7 +47,7 @@ Origin = Literal["forced", "cache", "tuned", "neighbour", "heuristic", "fallback
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The chosen candidate, with the reason and the evidence."""
+    """The chosen candidate, the source of the choice, and the reason."""
 
     candidate: Candidate
     origin: Origin

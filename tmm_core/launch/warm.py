@@ -95,7 +95,7 @@ def answerer() -> Any:
 
 
 #: Checks a call; returns its problem, and the fold of its operands if they have to be folded.
-Pose = Callable[[Any, Epilogue, settings.Settings], tuple[Problem, Fold | None]]
+Describe = Callable[[Any, Epilogue, settings.Settings], tuple[Problem, Fold | None]]
 
 
 #: Called by :func:`forget_plans`.
@@ -131,7 +131,7 @@ def keep(table: dict[tuple[Any, ...], Any], key: tuple[Any, ...], plan: Any, bef
     if len(table) >= MAX_PLANS:
         table.clear()
     table[key] = plan
-    if drops != before:  # asked afterwards, as a drop clears the tables after it is counted
+    if drops != before:  # read after the insertion: a drop is counted before it clears the tables
         table.pop(key, None)
 
 
@@ -163,30 +163,30 @@ def _tf32() -> bool:
 # -- the slow path -----------------------------------------------------------------------
 
 
-def _build(key: tuple[Any, ...], call: Arguments | GroupedArguments, pose: Pose) -> Plan:
+def _build(key: tuple[Any, ...], call: Arguments | GroupedArguments, describe: Describe) -> Plan:
     capturing = call.a.is_cuda and torch.cuda.is_current_stream_capturing()
     # If the cyclic GC destroyed an earlier graph now, the capture would end.
     with garbage_kept() if capturing else nullcontext():
-        return _built(key, call, pose)
+        return _built(key, call, describe)
 
 
-def _built(key: tuple[Any, ...], call: Arguments | GroupedArguments, pose: Pose) -> Plan:
+def _built(key: tuple[Any, ...], call: Arguments | GroupedArguments, describe: Describe) -> Plan:
     if not settings.current().nested and (outer := launching()) is not None:
         nest(outer)
         with settings.nested():
-            return _planned(call, pose)
+            return _planned(call, describe)
     before = drops
-    plan = _planned(call, pose)
+    plan = _planned(call, describe)
     # Under graph capture the choice is restricted.
     if plan.choice.lasting and not plan.problem.capturing:
         keep(_plans, key, plan, before)
     return plan
 
 
-def _planned(call: Arguments | GroupedArguments, pose: Pose) -> Plan:
+def _planned(call: Arguments | GroupedArguments, describe: Describe) -> Plan:
     product = _product_of(call)
     epilogue = epilogue_of(product.epilogue)
-    plan = make_plan(product, epilogue, settings.current(), pose, waits=False)
+    plan = make_plan(product, epilogue, settings.current(), describe, waits=False)
     if product.residual is not call.residual:
         plan = replace(plan, launcher=_without_residual(plan.launcher))
     return plan
@@ -235,14 +235,14 @@ def make_plan(
     call: Arguments | GroupedArguments,
     epilogue: Epilogue,
     current: settings.Settings,
-    pose: Pose,
+    describe: Describe,
     waits: bool = True,
 ) -> Plan:
     """Check a call, choose and bind its kernel; all errors for bad input are raised here.
 
     Args:
-        pose: Checks the call and returns its problem: this module's :func:`pose` for plain calls,
-            or the ``pose`` of :mod:`tmm_core.launch.grouped_call`.
+        describe: Checks the call and returns its problem: this module's :func:`describe` for plain
+            calls, or the ``describe`` of :mod:`tmm_core.launch.grouped_call`.
         waits: Wait for a lasting choice: for this process's tuning, or for another's.
 
     Raises:
@@ -254,7 +254,7 @@ def make_plan(
         current = settings.changed(current, on_cache_miss="tune")
     # Capture, tuning and compilation all use the current device.
     with torch.cuda.device(a.device) if a.is_cuda else nullcontext():
-        problem, fold = pose(call, epilogue, current)
+        problem, fold = describe(call, epilogue, current)
         choice, launcher = answerer().bound(problem, current)
         while waits and not choice.lasting:
             time.sleep(_POLL)
@@ -270,7 +270,7 @@ def make_plan(
     return Plan.of(problem, choice, launcher, call)
 
 
-def pose(
+def describe(
     call: Arguments, epilogue: Epilogue, current: settings.Settings
 ) -> tuple[Problem, Fold | None]:
     """Return the problem of one call's arguments, with operands folded to 2-D or 3-D."""
@@ -343,8 +343,8 @@ def quarantine(plan: Any, error: BaseException) -> bool:
     hopeless = plan.choice.origin == "forced" or plan.kernel == BASELINE
     # Not isinstance, which reads __class__ of a foreign exception.
     if hopeless or issubclass(type(error), torch.OutOfMemoryError):
-        # Foreign code in BLAS is the call's own: its epilogue, or a mode. Torch would not hold back
-        # an exception of it, either.
+        # Foreign code that BLAS runs belongs to the call: an epilogue or a mode. Torch would raise
+        # its exceptions, too.
         own = plan.kernel == BASELINE and bool(foreign_place(error))
         if not (own or issubclass(type(error), Exception)):
             raise PluginError(f"kernel {plan.kernel} raised {error_text(error)}") from error
@@ -423,7 +423,7 @@ def _replay(
         call = f"{arguments.__name__}({', '.join(arguments._fields)})"
         yield "    if a.is_meta:"
         yield f"        return _on_meta({call})"
-        yield f"    plan = _build(key, {call}, pose)"
+        yield f"    plan = _build(key, {call}, describe)"
     yield "try:"
     yield "    if profiler._is_profiler_enabled:"
     yield "        # Under the kernel's name, for whoever is profiling."

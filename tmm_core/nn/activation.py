@@ -135,7 +135,7 @@ def activated_by(module: Any) -> str | None:
 
 #: Activations that were recognised, by class.
 _recognised: dict[type[nn.Module], tuple[Activation, ...]] = {}
-#: The attribute of a module that was looked at and not recognised.
+#: The attribute of a module that was examined and not recognised.
 _UNKNOWN = "_tmm_unknown"
 
 

@@ -22,9 +22,14 @@ _made: dict[Any, type[nn.Module]] = {}
 def subclass(
     kind: Any, base: type | None, key: Any, origin: tuple[Any, ...], **attributes: Any
 ) -> Any:
-    """A subclass of ``base``, if given, and of ``kind``, whose name it has; the same one for the
-    same key, which promises equal ``attributes``. ``origin``, a function and its arguments, makes
-    the class where a pickle is read."""
+    """Return a subclass of ``kind`` with the name of ``kind``.
+
+    Args:
+        base: Another base class, which comes first; None: there is none.
+        key: The same key returns the same class; its ``attributes`` must be equal then.
+        origin: A function and its arguments, which make the class where a pickle is read.
+        attributes: The attributes of the class.
+    """
     found = _made.get((kind, base, key))
     if found is not None:
         return found

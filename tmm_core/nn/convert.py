@@ -254,7 +254,7 @@ class _Conversion:
 
     @functools.cached_property
     def _storages(self) -> Counter[int]:
-        """How many of the model's tensors lie in each storage, tied ones counted once."""
+        """The number of the model's tensors in each storage; tied ones count once."""
         model = self._report.model
         tensors = {*model.parameters(), *model.buffers()}
         plain = (t for t in tensors if _is_plain(t) and not t.is_meta)

@@ -1,9 +1,9 @@
 """Gated MLPs that compute their first two products as one.
 
-The two parameters keep the names that checkpoints have and lie one after the other in memory,
-which the kernel reads as one ``[2N, K]`` weight. Every call checks that they still do. So moving,
-replacing or casting a parameter cannot make the result wrong: the layer computes two products
-until :meth:`GatedMLP.merge` has joined them again.
+The two parameters keep the names that checkpoints have. They are adjacent in memory, which the
+kernel reads as one ``[2N, K]`` weight. Every call checks that they still are. So moving, replacing
+or casting a parameter cannot make the result wrong: the layer computes two products until
+:meth:`GatedMLP.merge` has joined them again.
 """
 
 from __future__ import annotations

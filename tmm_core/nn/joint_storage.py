@@ -112,8 +112,8 @@ def _stacked_quantized(parts: Sequence[Any]) -> Quantized | None:
 
 
 def move_together(*parts: Tensor) -> None:
-    """Move tensors into one storage. They remain tensors of their kind, of inference mode or not,
-    whatever the mode of the call that moves them."""
+    """Move tensors into one storage. The mode of this call does not decide whether they are tensors
+    of inference mode: that stays as it was."""
     if stacked(parts) is not None:
         return
     start = parts[0]

@@ -101,8 +101,8 @@ class _Columns:
 class JointProduct:
     """The joint product of one call of an attention's forward.
 
-    Several threads may run one attention at once, and then meet at the product that one of them
-    left in the layers. So a tensor and its projections are one object, which changes as a whole.
+    Several threads may run one attention at once, and find the product that another thread left
+    in the layers. So a tensor and its projections are one object, which is replaced as a whole.
     """
 
     def __init__(self, layers: Sequence[Any]) -> None:

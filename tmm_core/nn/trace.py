@@ -27,7 +27,7 @@ from torch import fx, nn
 from tmm_core.errors import error_message, reraise
 from tmm_core.nn.reached import Reached, body, is_torchs
 
-#: Values that cannot change in place; a comparison tells whether the attribute was assigned anew.
+#: Values that cannot change in place; a comparison shows whether the attribute was assigned anew.
 _CONSTANTS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.memory_format)
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
 #: Where a module keeps its parameters, buffers and children.
@@ -139,7 +139,7 @@ def graph_of(function: Callable[[Any], Any]) -> fx.Graph:
     """Return the graph of a function that calls no module.
 
     Torch's way to trace replaces ``nn.Module.__call__`` meanwhile, also for other threads. Some
-    functions are looked at while models run.
+    functions are examined while models run.
     """
     tracer: Any = fx.Tracer()
     graph = fx.Graph(tracer_cls=fx.Tracer)

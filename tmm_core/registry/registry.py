@@ -2,7 +2,7 @@
 
 A plugin is a module (or object) with the hooks of :mod:`tmm_core.spec.hookspecs`, found through the
 entry-point group ``tmm_core``. tmm's own Triton kernels are registered the same way. BLAS is
-registered by the core: it serves where no metadata can be read, whatever plugins are allowed.
+registered by the core: it serves if no metadata can be read, and under any choice of plugins.
 A broken plugin is reported once, by name and distribution, and costs only itself.
 """
 

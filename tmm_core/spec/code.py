@@ -1,7 +1,7 @@
 """Identifies the files of third parties' packages, so that an edited plugin is measured again.
 
-All files of a package count, whatever their type, and all that its distribution installs beside it;
-other packages that it imports do not.
+All files of a package count, of any type, and all other files that its distribution installs. Other
+packages that it imports do not count.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def _beside(distribution: str, counted: set[str]) -> list[str]:
         for file in (installed.files if installed is not None else None) or ():
             top = file.parts[0]
             module = top.partition(".")[0]
-            # Scripts lie above the folder. Files of an editable installation only contain a path.
+            # Scripts are above the folder. Files of an editable installation only contain a path.
             own = top.endswith(_INSTALLER_SUFFIXES)
             if module not in counted | {"", "__editable__"} and not own:
                 found.append((str(file.locate()), str(file)))

@@ -109,7 +109,7 @@ class Epilogue:
 
         @property
         def traced(self) -> str:
-            """A text that tells apart all epilogues of this process that compute different things.
+            """A text that differs between epilogues of this process that compute different results.
             It covers the variables that functions read when the epilogue was made."""
 
         @property

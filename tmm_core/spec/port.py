@@ -23,7 +23,7 @@ NARROW = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 @dataclass(frozen=True)
 class Port:
-    """One auxiliary output of an :class:`~tmm_core.Epilogue`, beside its result ``y[..., M, N]``.
+    """One auxiliary output of an :class:`~tmm_core.Epilogue`, whose result is ``y[..., M, N]``.
 
     Args:
         name: An identifier, for messages.
@@ -38,8 +38,8 @@ class Port:
         of: ``y -> Tensor``, an element-wise torch function whose values are reduced or stored.
             ``y`` is the result before rounding, residual included. None: ``y`` itself.
         device: The same function of an fp32 block in Triton's language, jitted or plain, as
-            :attr:`Epilogue.device`. If None beside an ``of``, no kernel can fuse it, and BLAS
-            applies ``of``.
+            :attr:`Epilogue.device`. None, although there is an ``of``: no kernel can fuse it, and
+            BLAS applies ``of``.
         group: The number of columns in a group, a power of two. ``of`` then takes whole groups,
             ``[..., groups, group]``, the last one filled up with zeros, and ``device`` such a
             block. A tile's returns the same shape, a group's ``[..., groups]``.
@@ -96,8 +96,8 @@ class Port:
         return tuple(shapes[self.kind])
 
     def placed(self, elements: Tensor, result: Sequence[int]) -> Tensor:
-        """Return a vector of as many elements as the output for a result ``[..., M, N]``, as that
-        output."""
+        """Return a vector of the output's elements in the output's shape, for a result
+        ``[..., M, N]``."""
         shape = self.shape(result)
         if self.kind != "group":
             return elements.view(shape)

@@ -1,6 +1,6 @@
 """A kernel's declaration of the problems it serves, and the reasons against all others.
 
-Closed by default: a kernel is not asked for anything undeclared.
+Closed by default: a kernel is not queried for problems that it does not declare.
 """
 
 from __future__ import annotations
@@ -224,10 +224,10 @@ def _formats(supports: Supports, problem: Problem) -> Iterator[str]:
             yield f"does not multiply {of_a.name} operands, {a} and {b}"
     elif of_a is not None:
         if of_a.name not in supports.activations:
-            yield f"takes no {of_a.name} a beside a b of {of_b.name if of_b else b}"
+            yield f"takes no {of_a.name} a with a b of {of_b.name if of_b else b}"
     elif of_b is not None:
         if of_b.name not in supports.weights:
-            yield f"takes no {of_b.name} b beside an a of {a}"
+            yield f"takes no {of_b.name} b with an a of {a}"
         elif of_b.decode is None and not supports.unfused and supports.weights is ANY:
             yield f"format {of_b.name} has no device function"
         if a not in supports.operands:

@@ -245,9 +245,9 @@ class ProbeProblems(Suite):
         a, b = base.a, base.b
         # A weight that plain activations are multiplied by.
         plain = self._probe()
-        beside = replace(plain, b=replace(b, format=form.name))
+        mixed = replace(plain, b=replace(b, format=form.name))
         for scale in (*grids, own) if form.implied else grids:
-            yield replace(beside, b=replace(beside.b, scale=scale))
+            yield replace(mixed, b=replace(mixed.b, scale=scale))
         kinds: list[tuple[Any, Any]] = [(None, first)]
         if form.implied:
             kinds = [(None, None), (Scale.parse("tensor"),) * 2, (own, None), (None, own)]
@@ -258,7 +258,7 @@ class ProbeProblems(Suite):
             yield replace(base, a=replace(a, scale=of_a), b=replace(b, scale=of_b))
         if form.zeros:
             for scale in (own, *grids):
-                yield replace(beside, b=replace(beside.b, scale=scale, zero=b.dtype))
+                yield replace(mixed, b=replace(mixed.b, scale=scale, zero=b.dtype))
         if wide is not b.dtype:
             yield replace(base, b=replace(b, dtype=wide))
             if form.implied:
@@ -277,8 +277,8 @@ class ProbeProblems(Suite):
         yield replace(base, k=8 * base.k, out=Operand(torch.float32))
         if ROW not in form.grids:
             # K of one group: its scales are by row.
-            by_row = replace(beside.b, scale=Scale(ROW, form.scale_dtypes[0]))
-            yield replace(beside, k=form.grids[0][1], b=by_row)
+            by_row = replace(mixed.b, scale=Scale(ROW, form.scale_dtypes[0]))
+            yield replace(mixed, k=form.grids[0][1], b=by_row)
         yield replace(base, m=1)
         yield replace(base, k=0, bias=base.out.dtype)
         batched = replace(base, batch=3, n=min(base.n, 48), k=min(base.k, 48))

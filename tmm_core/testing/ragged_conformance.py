@@ -58,7 +58,7 @@ class RaggedProblems(ProbeProblems):
                     yield whole_k(replace(problem, a=out, b=replace(b, scale=scale)))
             if form.implied:
                 wide = replace(a, dtype=form.storage[-1])
-                # Beside a row-major weight without scales.
+                # Scaled activations and a row-major weight without scales.
                 yield replace(problem, a=wide, b=replace(b, layout="row", scale=None))
                 yield replace(problem, a=replace(a, scale=first), b=replace(b, layout="row"))
             else:

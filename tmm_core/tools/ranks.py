@@ -80,7 +80,7 @@ def tune(
     # The ranks of the backend "fake" are one process.
     if not dist.is_initialized() or dist.get_backend() == "fake":
         return api.tune(_listed(problems), force=force, budget=budget)
-    # First, so that a call that fails counts on this rank as it does on the others.
+    # Before anything that may fail: all ranks must count the same number of calls.
     board = _Board.of(group)
     try:
         with nullcontext() if budget is None else settings.override(tune_budget=budget):
@@ -298,7 +298,7 @@ class _Board:
         seen = dict.fromkeys(missing, time.monotonic())
         while missing:
             for rank, keys in list(missing.items()):
-                failed = self.has(f"failed/{rank}")  # asked first: it adds no key afterwards
+                failed = self.has(f"failed/{rank}")  # read first: a failed rank adds no key later
                 while keys and self.has(keys[0]):
                     self._check_same_request(keys.pop(0))
                     seen[rank] = time.monotonic()

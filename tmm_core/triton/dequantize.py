@@ -21,7 +21,7 @@ from tmm_core.triton.scales import factors
 
 Tensor = torch.Tensor
 
-#: Values along K of one piece of a row, which lies in one group, and values of a program.
+#: Values along K of one piece of a row, which is inside one group, and values of a program.
 CHUNK, TILE = 128, 8192
 #: A group longer than any K.
 _WHOLE = 1 << 30

@@ -69,8 +69,8 @@ def evict_first(ptx: str) -> str:
 def joined(ptx: str, ahead: bool = False) -> str:
     """``ptx`` with every two groups of ``wgmma`` joined into one.
 
-    The kernel's source sees to it that the second group's ``b`` follows the first's in shared
-    memory, as rows along K follow one another.
+    The kernel's source ensures that the second group's ``b`` follows the first's in shared memory,
+    as rows along K follow one another.
 
     Args:
         ahead: The first group's ``b`` follows the second's instead.
@@ -128,7 +128,7 @@ def joined_ahead(ptx: str) -> str:
 #: here, a kernel is wrong.
 _LACKS = {
     "evict_first": "loads are not marked evict_first",
-    "joined": "columns beside each other are multiplied apart",
+    "joined": "neighbouring columns are multiplied separately",
 }
 
 

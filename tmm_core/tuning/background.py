@@ -28,7 +28,7 @@ from tmm_core.spec.steps import Steps
 #: Seconds after which a slice starts no further step. A started step is finished.
 SLICE = 0.003
 #: Seconds after which a waiting tuning is resumed anyway, to check its time limits.
-LOOK = 1.0
+CHECK_INTERVAL = 1.0
 
 
 @dataclass(eq=False)
@@ -51,7 +51,7 @@ class Task:
 
     def is_ready(self, now: float) -> bool:
         waiting = self.pending and not any(future.done() for future in self.pending)
-        return not waiting or now - self.left > LOOK
+        return not waiting or now - self.left > CHECK_INTERVAL
 
     def may_run(self) -> bool:
         """Whether the tuning may be resumed on the current device, under the current precision."""

@@ -46,7 +46,7 @@ from tmm_core.verify.environment_faults import Cause
 
 #: Seconds that one candidate may take to compile.
 COMPILE_LIMIT = 60.0
-#: Workers beside one for each core, so that two candidates that hang delay no others.
+#: Workers in addition to one for each core, so that two candidates that hang delay no others.
 _SPARE = 2
 #: Seconds the pool may take to import torch, Triton and the plugins.
 START_LIMIT = 60.0

@@ -114,7 +114,7 @@ def _verifier(problem: Problem, device: torch.device, memory: int) -> Verifier:
     return Verifier(problem, device, memory_limit=memory)
 
 
-watch.enabled = False  # no thread may run beside forks
+watch.enabled = False  # no other thread may run while this process forks
 _registry = Registry.from_environment()
 _registry.kernels()
 if "triton" in sys.modules:

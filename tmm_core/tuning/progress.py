@@ -23,7 +23,7 @@ APART = 2.0
 class Progress:
     """Shows the time that the tunings of a step take together. In a terminal or a notebook the line
     is overwritten, and erased at the end. A log gets a line every :data:`LOG_INTERVAL` seconds, if
-    the settings ask for it."""
+    the settings require it."""
 
     def __init__(self) -> None:
         self._count, self._waited = 0, 0.0

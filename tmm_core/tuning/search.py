@@ -160,7 +160,7 @@ class Search:
             if not candidates:
                 self.empty[kernel] = "its search space is empty for this problem"
             elif least > hopeless:
-                self.empty[kernel] = f"expects to take {least:.3g} µs, hopeless beside BLAS"
+                self.empty[kernel] = f"expects to take {least:.3g} µs, hopeless against BLAS"
             self._handed |= {c for c in candidates if estimates[c] > hopeless}
         self._hinted = _hinted(self._hints, new, problem)
         for hint in self._hinted:

@@ -65,8 +65,8 @@ RACES = 3
 #: Samples at each other M of the bucket.
 INSIDE = 5
 #: Maximum number of candidates that are screened together. So many of the first batch are tried
-#: whatever the time, so that every kernel of an ordinary machine is tried. Others are tried only
-#: within the budget.
+#: even after the budget has ended, so that every kernel of an ordinary machine is tried. Others are
+#: tried only within the budget.
 TOGETHER = 24
 #: Maximum number of kernels that race and are recorded as reserves. tmm itself has ten.
 MOST_RESERVES = 16
@@ -382,9 +382,9 @@ class Tuning:
         yield from self._measure_in_steady_state([*baseline, *first])
         unclear = [run for run in first if abs(of_most(run) - 1) <= UNCLEAR]
         near = [run for run in first if run.time <= ahead[0].time * (1 + CLOSE)]
-        # One that is clear is faster in steady state than those that are not, and wins.
+        # A clear kernel is faster in steady state than unclear ones, and wins.
         if unclear and all(of_most(run) >= 1 - UNCLEAR for run in near):
-            # In the other order.
+            # In reverse order, which cancels a drift.
             yield from self._measure_in_steady_state([*unclear[::-1], *baseline])
         if all(of_most(run) > 1 for run in first):
             yield from self._measure_in_steady_state(others)

@@ -67,7 +67,7 @@ _SHIFTS = {torch.float16: (16, 8), torch.bfloat16: (100, 100), torch.float32: (6
 _LARGE = {torch.float16: 6, torch.bfloat16: 55, torch.float32: 55}
 #: Factors of operands whose products are large: exp(88) overflows fp32.
 _FACTORS = {torch.float16: 8.0, torch.bfloat16: 32.0, torch.float32: 32.0}
-#: The distance of the elements of a bias whose elements lie apart.
+#: The stride of a bias whose elements are not adjacent.
 _APART = 67
 #: fp16 results of this size are subnormal.
 _SUBNORMAL = 2.0**-18
@@ -503,8 +503,8 @@ class _OwnMemory:
 
 
 def _flood(a: torch.Tensor, b: torch.Tensor, seed: int) -> None:
-    """Fill rows of ``a`` with NaN, and some with Inf. Set one element of other rows to Inf or −Inf,
-    beside NaN or not. Set one element of some columns of ``b`` to Inf or zero."""
+    """Fill rows of ``a`` with NaN, and some with Inf. Set one element of other rows to Inf or −Inf;
+    some of these rows also get a NaN. Set one element of some columns of ``b`` to Inf or zero."""
     values = values_of(a.dtype)
     term = seed % max(1, a.shape[-1])
     a[..., 0::5, :].fill_(math.nan)

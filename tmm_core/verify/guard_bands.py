@@ -112,10 +112,10 @@ def unusual_layout(
 ) -> MemoryLayout:
     """Return a layout that the class ``spec`` allows, but that operands seldom have.
 
-    Rows lie three times their length apart; rows of a batch's matrices alternate. Aligned addresses
-    are not multiples of 32 bytes. If ``near``, matrices have gaps, and addresses that need not be
-    aligned are multiples of 8 bytes. Then rows also overlap, if ``overlapping`` and the class allow
-    it.
+    The leading stride is three times a row's length; rows of a batch's matrices alternate. Aligned
+    addresses are not multiples of 32 bytes. If ``near``, matrices have gaps, and addresses that
+    need not be aligned are multiples of 8 bytes. Then rows also overlap, if ``overlapping`` and the
+    class allow it.
     """
     if spec.layout == "col":
         *batch, rows, cols = shape

@@ -473,7 +473,7 @@ class State:
         return names
 
     def restore(self, names: Iterable[str]) -> None:
-        """Restore these pieces, but no random generator while the main thread runs beside this one:
+        """Restore these pieces, but no random generator while the main thread runs in parallel:
         that thread could draw the same numbers again."""
         for name in names:
             _, write, owner = self.pieces[name]

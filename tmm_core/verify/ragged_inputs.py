@@ -138,7 +138,7 @@ class Rows:
         of_a = given.by_row(problem, "a").values() if a is not None else ()
         of_b = given.by_row(problem, "b").values()
         rows, cols = (max(1, spec.block[0]) for spec in (problem.a, problem.b))
-        # Each tensor, the dimension along which groups lie, and how many of its elements share one.
+        # Each tensor, the dimension of its groups, and the number of its elements that share one.
         beyond: dict[str, list[tuple[torch.Tensor | None, int, int]]] = {
             "m": [(a, 0, 1), *((t, 0, rows) for t in of_a), (residual, 0, 1)],
             "n": [(given.b, 1, 1), *((t, -1, cols) for t in of_b), (residual, 1, 1)],

@@ -168,7 +168,7 @@ class Launches(threading.Thread):
                 torch.cuda.set_device(self._device)
                 context = torch.cuda.stream(self._stream)
             with context:
-                self._free() if self._pace == "free" else self._in_turns()
+                self._free() if self._pace == "free" else self._interleaved()
         except BaseException as error:  # a kernel may call sys.exit
             self.raised = error
         finally:
@@ -179,7 +179,7 @@ class Launches(threading.Thread):
         of = self._sets[self._place if place is None else place]
         self.results.append((of, of.inputs.launch(self._launcher, self._out)))
 
-    def _in_turns(self) -> None:
+    def _interleaved(self) -> None:
         turns = self._turns
         if self._pace == "launches" and self._place:
             for _ in range(self._most):

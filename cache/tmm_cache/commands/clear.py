@@ -63,7 +63,7 @@ def _every_file(root: Path, report: Report) -> Iterator[Path]:
 def _remove(root: Path, path: Path) -> bool:
     """Remove a file, and a record's lock with the record; notes a fault."""
     if not Path(os.path.realpath(path.parent)).is_relative_to(os.path.realpath(root)):
-        note(f"{path}: lies outside {root}, through a link")
+        note(f"{path}: is outside {root}, through a link")
         return False
     try:
         remove_with_lock(path)

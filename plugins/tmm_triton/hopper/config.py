@@ -331,8 +331,8 @@ class Constants(WarpSpecializedConfig):
     @property
     def ahead(self) -> int:
         """Boxes of a stage that precede the first product's. These are the second product's boxes
-        where Gluon has no view of several boxes as one; then only ``joined_ahead`` tells wgmma
-        where B is."""
+        where Gluon has no view of several boxes as one; then only ``joined_ahead`` passes wgmma
+        the address of B."""
         return (
             self.second // self.box_columns
             if self.narrow and releases.views_end_with_boxes()

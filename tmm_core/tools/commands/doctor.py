@@ -230,7 +230,7 @@ def _cache(device: torch.device) -> Iterator[Finding]:
     same = [each.environment_digest == environment for each in store.summaries(gpu.gpu)]
     text = f"{sum(same)} records for {gpu.gpu}"
     if other := len(same) - sum(same):
-        text += f", {other} more for other versions (used as guesses)"
+        text += f", {other} more for other versions (for untuned choices)"
     yield Finding("records", "ok", text)
     shipped, usable = verify.current(gpu)
     if shipped:

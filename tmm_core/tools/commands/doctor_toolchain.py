@@ -17,7 +17,7 @@ from tmm_core.spec.device import fingerprint
 from tmm_core.tuning.findings import GRAVEST
 from tmm_core.tuning.untried import Obstacle
 
-#: Seconds that a program may take to tell its version.
+#: Seconds that a program may take to print its version.
 _PATIENCE = 20.0
 
 

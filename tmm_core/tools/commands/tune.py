@@ -37,7 +37,7 @@ class Pending:
 
     name: str
     tf32: bool
-    pose: Callable[[], Problem]
+    make: Callable[[], Problem]
 
 
 def run(options: argparse.Namespace) -> int:
@@ -58,7 +58,7 @@ def run(options: argparse.Namespace) -> int:
             try:
                 if number < len(pending):
                     following = pending[number]
-                    runner.prepare(following.pose, following.tf32, options.force)
+                    runner.prepare(following.make, following.tf32, options.force)
                 outcome = _tune(item, options)
             except KeyboardInterrupt:
                 done = f"{number - 1} of {len(pending)} are done, and their records saved"
@@ -95,8 +95,8 @@ def _of_case(case: Case, device: torch.device) -> Pending:
 
 def _of_document(document: Mapping[str, Any], device: torch.device) -> Pending:
     """A pending problem from its JSON in records, misses and ``--json`` output."""
-    pose = partial(warm.recall, document, device)
-    return Pending(title(document), bool(document.get("tf32")), pose)
+    make = partial(warm.recall, document, device)
+    return Pending(title(document), bool(document.get("tf32")), make)
 
 
 def _of_file(path: Path, device: torch.device) -> list[Pending]:
@@ -126,7 +126,7 @@ def _tune(item: Pending, options: argparse.Namespace) -> dict[str, Any]:
     outcome: dict[str, Any] = {"problem": item.name}
     try:
         with precision(item.tf32):
-            problem = item.pose()
+            problem = item.make()
             outcome |= {"problem": str(problem), "key": problem.to_json()}
             store, device = dispatch.default_dispatcher().store, problem.device
             before = store.load(device.gpu, device.environment, problem.to_json())
