@@ -47,7 +47,7 @@ def _run(argv: Sequence[str] | None) -> int:
 def _parser() -> Parser:
     parser = Parser(
         prog=_PROGRAM,
-        description="Look after tmm's tuning records.",
+        description="Manage tmm's tuning records.",
         epilog="The root is TMM_CACHE_DIR or the platform's cache folder; below it are the "
         "read-only layers that TMM_CACHE_PATH lists and those that packages ship.",
     )
@@ -78,7 +78,7 @@ def _parser() -> Parser:
     export = add("export", transfer.export, text)
     export.add_argument("file", type=Path, metavar="FILE", help="compressed if it ends in .gz")
 
-    import_ = add("import", transfer.import_, "add the records of such a file to one's own")
+    import_ = add("import", transfer.import_, "add the records of such a file to your own")
     import_.add_argument("file", type=Path, metavar="FILE", help="a file that export wrote")
     import_.flag("--force", text="overwrite newer records too")
 

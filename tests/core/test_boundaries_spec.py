@@ -272,7 +272,9 @@ def test_a_problems_text_names_an_unaligned_result() -> None:
 def test_a_problems_text_names_its_differences_from_a_plain_product(
     fields: dict[str, Any], text: str
 ) -> None:
-    assert str(problem(m=2, n=3, k=5, **fields)) == text
+    one = problem(m=2, n=3, k=5, **fields)
+    assert str(one) == text
+    assert repr(one) == f"<Problem {text} on {one.device.name}>"
 
 
 def test_the_size_that_varies_is_the_ragged_one() -> None:

@@ -222,7 +222,8 @@ def _measurements(record: TuningRecord) -> tuple[tuple[str, ...], list[tuple[str
         elif result in slower:
             note = "slower than blas in steady state"
         else:
-            note = result.reason or ("" if result.status == "ok" else result.status)
+            words = {"ok": "", "slow": "eliminated early"}
+            note = result.reason or words.get(result.status, result.status)
         times = map(_shown_us, others)
         rows.append((result.kernel, _shown_us(time_us), ratio, *times, error, config, note))
     return (*columns, "error", "config", ""), rows

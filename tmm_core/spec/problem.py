@@ -22,7 +22,7 @@ from tmm_core.spec.operand import Operand, Scale, dtype_name, dtype_of, grouped_
 REQUIREMENTS = ("deterministic", "batch_invariant", "capturing")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Problem:
     """``out[M, N] = epilogue(alpha · (a[M, K] @ b[K, N]) + bias) + residual``.
 
@@ -309,6 +309,9 @@ class Problem:
         allow more candidates."""
         none: dict[str, Any] = dict.fromkeys(REQUIREMENTS, False)
         return replace(self, **none)
+
+    def __repr__(self) -> str:
+        return f"<Problem {self} on {self.device.name}>"
 
     def __str__(self) -> str:
         size = f"{self.m}×{self.n}×{self.k}"

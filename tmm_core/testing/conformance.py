@@ -139,10 +139,12 @@ class KernelConformance(RaggedProblems):
                 reasons = self.kernel.reasons_against(problem)
                 again = self.kernel.reasons_against(problem)
             except Exception as error:
-                pytest.fail(f"reasons_against raised {error!r} for {problem!r}")
-            assert isinstance(reasons, list), f"{reasons!r} is not a list, for {problem!r}"
-            assert all(isinstance(r, str) and r for r in reasons), f"{reasons!r} for {problem!r}"
-            assert again == reasons, f"two results for {problem!r}: {reasons}, then {again}"
+                pytest.fail(f"reasons_against raised {error!r} for {problem.to_json()}")
+            assert isinstance(reasons, list), f"{reasons!r} is not a list, for {problem.to_json()}"
+            valid = all(isinstance(r, str) and r for r in reasons)
+            assert valid, f"{reasons!r} for {problem.to_json()}"
+            found = f"{reasons}, then {again}"
+            assert again == reasons, f"two results for {problem.to_json()}: {found}"
 
     @pytest.mark.parametrize(
         "dtype",
@@ -487,7 +489,7 @@ class KernelConformance(RaggedProblems):
             self._fail(problem, f"error {error:.2g} exceeds {limit:.2g}")
 
     def _fail(self, problem: Problem, fault: str) -> None:
-        hint = f"\n{REMEDY}." if interpreting() and "bfloat16" in repr(problem) else ""
+        hint = f"\n{REMEDY}." if interpreting() and "bfloat16" in str(problem.to_json()) else ""
         text = f"{self.kernel.name} is wrong on {problem_id(problem)}:\n{fault}{hint}"
         pytest.fail(text, pytrace=False)
 
