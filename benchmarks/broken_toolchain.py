@@ -30,7 +30,7 @@ m, k, n = map(int, sys.argv[1:])
 x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
 w = torch.randn(n, k, device="cuda", dtype=torch.bfloat16).T
 torch.cuda.synchronize()
-with warnings.catch_warnings(record=True) as said:
+with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     began = time.monotonic()
     y = tmm_core.matmul(x, w)
@@ -42,7 +42,7 @@ record = dispatch.default_dispatcher().record(why.problem)[1]
 print(json.dumps({
     "seconds": seconds,
     "error": ((y - x @ w).float().norm() / (x @ w).float().norm()).item(),
-    "warnings": [str(each.message) for each in said if "tmm" in type(each.message).__module__],
+    "warnings": [str(each.message) for each in caught if "tmm" in type(each.message).__module__],
     "kernel": why.kernel,
     "origin": why.origin,
     "candidates": sorted({(c.kernel, c.status) for c in record.candidates}),

@@ -183,7 +183,7 @@ def of_weights(
     if peers and form == "int4":
         try:
             layers = of_humming(n, k, count, device)
-        except Exception as error:  # whatever a peer's build raises: it is left out, and said
+        except Exception as error:  # a build of a peer may raise anything: leave it out, and say so
             print(f"humming-kernels does not run here: {error!r}"[:300], file=sys.stderr)
     for m in rows:
         x = torch.randn(m, k, device=device, dtype=BF16)
@@ -280,8 +280,8 @@ def _of_projection(
 
 
 def measure(problem: Problem, device: torch.device, search: bool = False) -> dict[str, Any]:
-    """µs of each provider, and how many times as fast as the first it is. ``search`` adds what the
-    choice of a tuning costs beside the best candidate of all."""
+    """µs of each provider, and its speed relative to the first. ``search`` adds the regret of a
+    tuning's choice: its time over that of the best of all candidates."""
     failed: dict[str, str] = {}
     for name, call in list(problem.calls.items()):  # and tunes
         try:
@@ -322,7 +322,7 @@ def measure(problem: Problem, device: torch.device, search: bool = False) -> dic
 
 
 def bars(device: torch.device, small: bool) -> Iterator[Problem]:
-    """Each part of ``--bars`` in turn, so that a deadline leaves something of all."""
+    """Problems of each part of ``--bars`` alternately: at a deadline all parts have some."""
     if small:
         both: Any = [(16, 128, 256)]
         mixtures, weights, rows = SMALL, ((64, 128),), (1,)

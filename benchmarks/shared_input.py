@@ -45,7 +45,7 @@ def torchs(a: Tensor, weights: list[Tensor]) -> list[Tensor]:
     return [a @ w.t() for w in weights]
 
 
-def in_turn(a: Tensor, weights: list[Tensor]) -> list[Tensor]:
+def one_by_one(a: Tensor, weights: list[Tensor]) -> list[Tensor]:
     return [tmm_core.matmul(a, w.t()) for w in weights]
 
 
@@ -59,7 +59,7 @@ def none(a: Tensor, weights: list[Tensor]) -> list[Tensor]:
 
 
 WAYS: dict[str, Products] = {
-    "torch": torchs, "tmm": in_turn, "tmm, streams": at_once, "": none,
+    "torch": torchs, "tmm": one_by_one, "tmm, streams": at_once, "": none,
 }  # fmt: skip
 
 
@@ -72,7 +72,7 @@ def captured(products: Products, x: Tensor, norm: nn.Module, sets: Any) -> torch
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for weights in sets[:1]:
-            (in_turn if products is at_once else products)(norm(x), weights)
+            (one_by_one if products is at_once else products)(norm(x), weights)
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

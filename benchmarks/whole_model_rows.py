@@ -78,7 +78,7 @@ class Bench:
         self._models: dict[str, nn.Module] = {}
 
     def model(self, name: str) -> Any:
-        """The model, which is kept until another name is asked for."""
+        """The model, which is kept until another name is requested."""
         if name not in self._models:
             self._models.clear()
             gc.collect()

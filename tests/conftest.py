@@ -184,7 +184,7 @@ def stated(kernel: Any, version: str, distribution: str = "") -> str:
 
 
 def where_plugins_are_found() -> tuple[Any, ...]:
-    """What a test changes that adds plugins."""
+    """The objects that a test replaces to add plugins."""
     return importlib.metadata.entry_points, *sys.path
 
 

@@ -1,4 +1,4 @@
-"""Further kernels like those of :mod:`lying`, by the kind of input that makes them wrong."""
+"""Further wrong kernels, like :mod:`lying`, by the kind of input that makes them wrong."""
 
 from __future__ import annotations
 

@@ -129,7 +129,7 @@ def test_every_option_has_a_help_text(program: str) -> None:
 
 
 def member(module: ModuleType, name: str) -> object:
-    """What a module contains by this name, a submodule included; None if nothing."""
+    """A module's attribute or submodule of this name; None if there is none."""
     found = getattr(module, name, None)
     if found is None and hasattr(module, "__path__"):
         with suppress(ModuleNotFoundError):
@@ -138,7 +138,7 @@ def member(module: ModuleType, name: str) -> object:
 
 
 def missing(tree: ast.AST) -> list[str]:
-    """What a script imports from tmm's modules, or reads of them, that is not there."""
+    """The missing names that a script imports from tmm's modules, or reads of them."""
     found, modules = [], {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):

@@ -85,7 +85,7 @@ def save(root: Path, acknowledge: Acknowledge) -> None:
             new = record(problem(m=m), mark="saved")
             if store.save(GPU, ENVIRONMENT, new) is not None:
                 acknowledge(f"{m}=saved")
-            # For any state of the disk, this process answers with its own tuning.
+            # This process answers with its own tuning, for any state of the disk.
             assert store.load(GPU, ENVIRONMENT, problem(m=m)) in (new, None)
     store.log_miss(GPU, ENVIRONMENT, problem(m=9))
 

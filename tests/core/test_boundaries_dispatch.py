@@ -791,7 +791,7 @@ def test_an_m_of_a_weight_is_noted_where_it_could_not_be_measured(
 
 @pytest.mark.parametrize("own_mode", [False, True])
 def test_which_record_is_of_a_problem(own_mode: bool, tmp_path: Path) -> None:
-    """Records of the problem's own mode come first; within a mode, that of the exact M."""
+    """Records of the problem's own mode come first; within a mode, the record of the exact M."""
     d, _ = dispatcher(FakeBlas(), root=tmp_path)
     instance = problem(m=50, batch_invariant=own_mode)
     modes = [False, True] if own_mode else [False]

@@ -223,7 +223,7 @@ def test_each_pattern_at_its_edge(forward: Any, kinds: list[str], reason: str | 
 
 
 class Named(nn.Module):
-    """Children whose names are those of methods of a tensor."""
+    """Children that have the names of a tensor's methods."""
 
     def __init__(self) -> None:
         super().__init__()

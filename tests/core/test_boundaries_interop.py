@@ -718,7 +718,7 @@ def test_scaled_products_that_tmm_answers(given: Any, more: Any, answered: bool)
 
 
 def test_plain_products_that_tmm_answers() -> None:
-    """Torch gets all other calls: those that it refuses, and those of empty or meta tensors."""
+    """Torch gets all other calls: invalid ones, and calls of empty or meta tensors."""
     a, b = torch.zeros(4, 8), torch.zeros(8, 6)
     stack = torch.zeros(3, 4, 8), torch.zeros(3, 8, 6)
     for given, answered in (

@@ -309,7 +309,7 @@ def test_an_exception_of_a_signal_handler_is_not_a_result(monkeypatch: pytest.Mo
 
 
 def compare(monkeypatch: pytest.MonkeyPatch, theirs: Any, gpu: str | None = None) -> Board:
-    """Compare the choices of rank 0 for two problems with those of rank 1."""
+    """Compare the choices of ranks 0 and 1 for two problems."""
     config = SimpleNamespace(to_json=lambda: {"x": 1})
     kernel = SimpleNamespace(name="k", version="1")
     choice = SimpleNamespace(candidate=Candidate(kernel, config))  # type: ignore[arg-type]

@@ -538,7 +538,7 @@ SAME = "no such header"
         (["k1", "c1 failed budget"], "blas1 k1", {"c": "budget"}, {}),
         (["k1", "k2 failed toolchain"], "blas1 k1", {"k": "toolchain"}, {}),
         (["k1 failed", "k2 failed budget"], "blas1 k1", {}, {"k": SAME}),
-        # The causes that stay are those of the environment.
+        # Only causes of the environment stay.
         (["k1", "a1 failed hung", "b1 wrong"], "blas1 k1 b1", {"a": "hung"},
          {"a": SAME, "b": SAME}),
         # All kernels failed in the same way.

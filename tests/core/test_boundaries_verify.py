@@ -1278,7 +1278,7 @@ def test_frames_that_a_watchdog_holds_keep_no_result() -> None:
 
 # -- further inputs ---------------------------------------------------------------------------
 
-#: Rounds that every problem has. Those below are for dense, grouped or floating-point problems.
+#: Rounds that every problem has. Rounds below are for dense, grouped or floating-point problems.
 EVERY = {
     "other values at the same addresses", "strides of zero", "strides of zero in b",
     "rows far apart", "unusual addresses", "plain or equal tensors",

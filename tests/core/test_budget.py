@@ -80,7 +80,7 @@ def test_queries_count_against_the_budget(query: str, tmp_path: Path) -> None:
     choice = d.choose(problem(m=64), settings(tune_budget=0.6))
     assert choice.candidate.kernel.name == "blas"
     calls = sum(kernel.calls for kernel in kernels)
-    if query == "declines":  # a call asks every kernel in any case, once
+    if query == "declines":  # a call queries every kernel once in any case
         assert calls == 60
         assert not any(kernel.bound for kernel in kernels)
     else:

@@ -58,7 +58,7 @@ def test_the_version_is_that_of_the_distribution(capsys: pytest.CaptureFixture[s
 def test_a_command_knows_its_arguments(
     argv: list[str] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those that it is given, or the process's: a benchmark notes them."""
+    """The given arguments, or else the process's: a benchmark notes them."""
     found: list[list[str]] = []
     monkeypatch.setattr(sys, "argv", ["tmm", "doctor"])
     monkeypatch.setattr(doctor, "run", lambda options: found.append(options.argv) or 0)

@@ -26,7 +26,7 @@ def falling() -> Callable[[], float]:
     return lambda: float(next(steps))
 
 
-#: Makes a clock that is none.
+#: Functions that make an invalid clock, by name.
 CLOCKS: dict[str, Callable[[], Callable[[], float]]] = {
     "frozen": lambda: lambda: 5.0,
     "falling": falling,
@@ -63,7 +63,7 @@ def test_invalid_times_give_one_warning(clock: str, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_clock_that_stops_after_the_first_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was timed before decides; one warning names the fault."""
+    """Earlier times decide; one warning names the fault."""
     installed(FakeBlas(), FakeKernel("fast"))
     timer = HostTimer()
     dispatch.default_dispatcher().tuner = Tuner(timer)

@@ -364,7 +364,7 @@ def test_a_compiled_module_without_source_and_a_linked_folder_count(site: Path) 
 
     def compiled(factor: int) -> str:
         helper.write_text(f"FACTOR = {factor}\n")
-        # By default it holds the time at which the source was written.
+        # A compiled file holds by default the time at which the source was written.
         mode = py_compile.PycInvalidationMode.UNCHECKED_HASH
         py_compile.compile(str(helper), str(helper) + "c", invalidation_mode=mode)
         helper.unlink()

@@ -188,7 +188,7 @@ class Gated(nn.Module):
 
 def trained_under_fsdp(axes: int, reshards: bool) -> float:
     """The largest difference between a gated MLP that FSDP gathers and the same MLP alone, while
-    both are trained. Of two axes of the mesh, the second divides the columns of gate and up.
+    both are trained. The second of two axes of the mesh divides the columns of gate and up.
     """
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import init_device_mesh
@@ -551,7 +551,7 @@ class Stored(NamedTuple):
     grouped: bool = False
 
 
-#: Scales by row, by group and by block, of which shards hold whole ones or not.
+#: Scales by row, by group and by block. Some shards divide blocks, others do not.
 STORED = [
     Stored("int8", 32, 64, (1, 0), "R", "S0", "S0", "S1"),
     Stored("int8", 30, 96, (1, 32), "R", "S0", "S0", "S1"),

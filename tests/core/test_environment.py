@@ -622,7 +622,7 @@ def test_programs_are_looked_for_again() -> None:
 def test_kernels_that_decline_without_a_toolchain_are_reported_at_the_first_call(
     lacks: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Such kernels are no candidates, so no tuning reports them."""
+    """Kernels that decline are not candidates, so no tuning reports them."""
 
     declining = FakeKernel("triton.one", against=lambda _: ["needs a C compiler"])
     registry = Registry()

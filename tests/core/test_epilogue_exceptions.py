@@ -1,4 +1,4 @@
-"""What a function of an epilogue raises reaches the caller, as from ``torch.autograd.Function``."""
+"""An epilogue's exception reaches the caller, as from ``torch.autograd.Function``."""
 
 from __future__ import annotations
 

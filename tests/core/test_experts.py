@@ -380,7 +380,7 @@ SEEN: list[Any] = []
 
 
 class Looking(nn.Module):
-    """An activation that notes what calls of modules go through, also those of other threads."""
+    """An activation that notes the present ``nn.Module.__call__``, which all threads share."""
 
     def forward(self, x: Tensor) -> Tensor:
         SEEN.append(nn.Module.__call__)

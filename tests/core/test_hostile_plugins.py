@@ -186,7 +186,7 @@ class Wide(FakeConfig):
 class Turncoat(FakeConfig):
     """A config that can be stored when it is checked, and not afterwards."""
 
-    #: How often it can be read as it is.
+    #: The number of reads that return its fields.
     reads: ClassVar = 3
 
     def to_json(self) -> dict[str, Any]:
@@ -199,7 +199,7 @@ class Turncoat(FakeConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class Silenced(Turncoat):
-    """It cannot be read afterwards."""
+    """A config that raises when it is read after the check."""
 
     def after(self) -> Any:
         raise ValueError("later")
@@ -561,7 +561,7 @@ def names_it(message: str) -> bool:
 
 
 @pytest.fixture
-def others_are_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+def only_hostile_is_verified(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the hostile plugin's kernels are verified, which is most of the time. After each third
     behaviour, a test below verifies BLAS and the good kernel, too."""
     whole = Tuning._verify
@@ -577,7 +577,7 @@ def others_are_believed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("behaviour", BEHAVIOURS)
 @pytest.mark.slow(quick=4)
-def test_it_costs_itself_and_one_warning(behaviour: str, others_are_believed: None) -> None:
+def test_it_costs_itself_and_one_warning(behaviour: str, only_hostile_is_verified: None) -> None:
     before = os.getcwd(), torch.get_default_dtype(), A.clone(), torch.is_grad_enabled()
     made = install(BEHAVIOURS[behaviour])
     with warnings.catch_warnings(record=True) as caught:
@@ -605,7 +605,10 @@ def test_it_costs_itself_and_one_warning(behaviour: str, others_are_believed: No
 @pytest.mark.parametrize("reads", range(1, 12))
 @pytest.mark.parametrize("kind", [Turncoat, Silenced])
 def test_a_config_that_changes_costs_its_kernel_at_most(
-    kind: type[FakeConfig], reads: int, others_are_believed: None, monkeypatch: pytest.MonkeyPatch
+    kind: type[FakeConfig],
+    reads: int,
+    only_hostile_is_verified: None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its fields are read where the kernel gives it. Other kernels' times are stored."""
     monkeypatch.setattr(kind, "reads", reads)
@@ -621,7 +624,9 @@ def test_a_config_that_changes_costs_its_kernel_at_most(
 
 
 @pytest.mark.parametrize("method", ["configs", "bind"])
-def test_a_method_that_wraps_itself_is_reported(method: str, others_are_believed: None) -> None:
+def test_a_method_that_wraps_itself_is_reported(
+    method: str, only_hostile_is_verified: None
+) -> None:
     """The warning gives the place of the method's code."""
 
     def boom(self: Any, *about: Any) -> Any:
@@ -654,7 +659,7 @@ CHANGES: dict[str, tuple[Callable[[], object], Callable[[], Any]]] = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_bind_changes_nothing_else(name: str, others_are_believed: None) -> None:
+def test_a_bind_changes_nothing_else(name: str, only_hostile_is_verified: None) -> None:
     change, state = CHANGES[name]
 
     class Binding(FakeKernel):
@@ -676,7 +681,7 @@ def test_a_bind_changes_nothing_else(name: str, others_are_believed: None) -> No
 
 @pytest.mark.parametrize(("turn", "together"), [(60.0, False), (0.01, True)])
 def test_binds_of_plugins_exclude_each_other_unless_one_is_slow(
-    turn: float, together: bool, others_are_believed: None, monkeypatch: pytest.MonkeyPatch
+    turn: float, together: bool, only_hostile_is_verified: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two that were watched at one time restored each other's changes: a default dtype stayed."""
     monkeypatch.setattr(watched_call, "TURN", turn)

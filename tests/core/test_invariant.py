@@ -147,7 +147,7 @@ def test_a_single_measurement_at_one_m_does_not_decide(tmp_path: Path) -> None:
     assert chosen(d, 256) == ("k", 4, "two")
     assert timer.tuned == list(LADDER)
     assert chosen(d, 16) == ("k", 2, "two")
-    # Other buckets are measured when they come by, rungs never again.
+    # Other buckets are measured when they first occur. Rungs are not measured again.
     assert chosen(d, 48) == ("k", 2, "two")
     assert chosen(d, 300) == ("k", 4, "two")
     assert timer.tuned == [*LADDER, 320]
@@ -251,7 +251,7 @@ def test_a_measured_arithmetic_is_pinned_for_later_processes(tmp_path: Path) -> 
     d, _ = dispatcher(*kernels, root=tmp_path)
     timed(d, {("blas", 1): 10.0, ("k", 1): 5.0, ("k", 2): 6.0})
     assert chosen(d, 16) == ("k", 1, "one")
-    # Measured anew it would be the other; a process that may not measure has it, too.
+    # A new measurement would choose the other. A process that may not measure uses this one, too.
     for given in (settings(), settings(on_cache_miss="heuristic"), settings(on_cache_miss="error")):
         later, _ = dispatcher(*kernels, root=tmp_path)
         timed(later, {("blas", 1): 10.0, ("k", 1): 6.0, ("k", 2): 5.0})
@@ -293,7 +293,7 @@ def test_no_ladder_is_measured_for_the_gradient_of_a_weight(tmp_path: Path) -> N
 @pytest.mark.slow
 def test_an_untuned_arithmetic_does_not_depend_on_m_nor_change_in_a_process(tmp_path: Path) -> None:
     class Graded(Summing):
-        """Expects a tile to be the better the closer it is to M."""
+        """Estimates that a tile is faster the closer it is to M."""
 
         def estimate_us(self, problem: Problem, config: FakeConfig) -> float | None:
             assert self.estimate is not None
@@ -308,7 +308,7 @@ def test_an_untuned_arithmetic_does_not_depend_on_m_nor_change_in_a_process(tmp_
     assert chosen(d, 64, given) == ("wide", 64, "even")
     assert chosen(d, 1, given) == ("wide", 16, "even")
     assert chosen(d, 8192, given) == ("wide", 256, "even")
-    # Under capture the same, and then outside of it: bits that a graph holds stay.
+    # The choice is the same under capture and after it, since a graph keeps its bits.
     tuning = settings()
     captured = d.choose(replace(weight_problem(16), capturing=True), tuning)
     assert (captured.arithmetic, captured.origin) == ("even", "heuristic")

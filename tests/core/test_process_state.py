@@ -130,8 +130,8 @@ def test_a_slow_launch_is_not_blamed_for_occasional_changes_by_another_thread(
     assert watched_call.watched(lambda: clock.sleep(0.1), CPU)[1] == []
 
 
-def binding_beside(call: Callable[[], Any]) -> tuple[list[str], Any]:
-    """What the bind of another thread changed, and the result of ``call``, which runs meanwhile."""
+def binding_during(call: Callable[[], Any]) -> tuple[list[str], Any]:
+    """The changes by another thread's bind, and the result of ``call``, which runs meanwhile."""
     began = threading.Event()
 
     def bind() -> None:
@@ -154,12 +154,12 @@ def binding_beside(call: Callable[[], Any]) -> tuple[list[str], Any]:
 def test_a_launch_is_not_taken_for_the_bind_of_another_thread() -> None:
     """A kernel is verified at its first use while another one is bound for a tuning in the
     background."""
-    found = binding_beside(lambda: watched_call.watched(lambda: time.sleep(0.06), CPU)[1])
+    found = binding_during(lambda: watched_call.watched(lambda: time.sleep(0.06), CPU)[1])
     assert found == (["torch's default dtype"], [])
 
 
 def test_a_launch_waits_once_for_a_bind_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What changes beside it is not taken for its own."""
+    """Changes by the bind do not count as the launch's."""
     monkeypatch.setattr(watched_call, "TURN", 0.01)
     left = threading.Event()
 

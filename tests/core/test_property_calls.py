@@ -204,7 +204,7 @@ def paths(call: Call) -> Iterator[tuple[str, Path]]:
 
 
 def verify(call: Call, modes: Autocast, *more: tuple[str, Path]) -> None:
-    """Hold every path of a call against the plain one, and that against torch's expression."""
+    """Compare every path of a call with the plain one, and that one with torch's expression."""
     with torch.no_grad():
         bare = outcome(lambda: matmul(call))
         with under(modes):

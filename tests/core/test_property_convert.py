@@ -1,5 +1,5 @@
-"""``convert`` among other changes of a model, in any order: results, gradients and errors equal
-those of a twin that is not converted."""
+"""``convert`` among other changes of a model, in any order. A twin that is not converted has equal
+results, gradients and errors."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ OTHER_OPERAND: dict[str, list[Any]] = {
     "zero": [False],
 }
 OPERANDS = ("a", "b", "out", "residual")
-#: Filtered by or looked up under, and no part of a record's key.
+#: Fields by which records are filtered or looked up, and which are not part of a record's key.
 APART = {"device": dataclasses.replace(DEVICE, torch="3"), "deterministic": True,
          "static_weights": True, "capturing": True}  # fmt: skip
 
@@ -112,7 +112,7 @@ def test_an_invalid_operand_is_refused(name: str) -> None:
 
 
 def test_each_problem_has_a_record_of_its_own() -> None:
-    """On the disk, where the winner of one would else be taken for another's."""
+    """Records are separate files. Otherwise the winner of one problem would answer another."""
     kernels = FakeBlas(), FakeKernel("fast")
     d, timer = dispatcher(*kernels, times={"fast": 10.0, "blas": 20.0})
     instance = dataclasses.replace(FULL, a=Operand(torch.float16), b=Operand(torch.float16))

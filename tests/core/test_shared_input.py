@@ -200,7 +200,7 @@ def test_arguments_and_their_inverse() -> None:
     assert one.a is other.a is given[0].a
 
 
-# Of opcheck in torch 2.15, for tensors in a list.
+# opcheck in torch 2.15 issues it for tensors in a list.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 def test_the_operators_rules() -> None:
     torch.library.opcheck(concurrent, arguments(calls()))

@@ -64,7 +64,7 @@ def test_a_record_made_with_the_word_serves_without_it(tmp_path: Path) -> None:
 
 
 def test_many_fast_configs_of_the_word_leave_one_without_it(tmp_path: Path) -> None:
-    """Such configs fill all places of the final."""
+    """Configs that rely on the promise fill all places of the last round."""
 
     class Many(Word):
         config_type = ManyConfig

@@ -209,7 +209,7 @@ COVERED: dict[type, dict[str, Any]] = {
 
 @pytest.mark.parametrize("kind", COVERED)
 def test_a_check_covers_each_field(kind: type) -> None:
-    """A kernel that was not asked about a new field would compute a wrong number."""
+    """A kernel that ignores a new field would compute a wrong number."""
     assert set(COVERED[kind]) == {field.name for field in dataclasses.fields(kind)}
     called = {*supports._CHECKS, supports._outputs}  # which _epilogue calls
     assert {check for check in COVERED[kind].values() if check is not None} <= called

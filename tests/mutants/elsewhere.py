@@ -46,7 +46,7 @@ SPEC = [
            "a plain kernel multiplies groups", (SUPPORTS,)),
     Mutant("first-protocol", "registry/query.py",
            "type(kernel).reasons_against is not Kernel.reasons_against", "False",
-           "a kernel of the first protocol is asked nothing it declares", ("tests/core/test_asking.py",)),
+           "a kernel of the first protocol is asked nothing it declares", ("tests/core/test_invalid_results.py",)),
     Mutant("chain-linear", "epilogue.py", "linear=all(stage.linear for stage in stages)",
            "linear=any(stage.linear for stage in stages)", "partial sums pass through relu", (RECORDS,)),
     Mutant("epilogue-key-derivative", "spec/epilogue.py",

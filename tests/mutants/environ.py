@@ -1,5 +1,5 @@
-"""Mutants of the code that tells the environment's faults from a kernel's, and of tuning among
-ranks."""
+"""Mutants of the code that distinguishes faults of the environment from faults of a kernel, and of
+tuning among ranks."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ ENVIRON = [
         "dispatch/dispatcher.py",
         "        if key == query.key:\n            self.warn_untried(query.problem, self.untried.get(key))\n",
         "",
-        "a second process says nothing of kernels that it does without",
+        "a second process does not report kernels that it leaves untried",
         (ENVIRONMENT,),
     ),
     Mutant(
@@ -208,7 +208,7 @@ ENVIRON = [
         "dispatch/dispatcher.py",
         "            return self._alone(problem)\n        query = Query",
         "            return self._fallback(problem, _ALONE)\n        query = Query",
-        "a machine without a compiler is never told of",
+        "a machine without a compiler is not reported",
         (ENVIRONMENT,),
     ),
     Mutant(
@@ -264,7 +264,7 @@ ENVIRON = [
         "tuning/search.py",
         "if deadline.passed and fresh and",
         "if False and fresh and",
-        "thousands of kernels are asked after the budget's end",
+        "thousands of kernels are queried after the budget's end",
         (BUDGET,),
     ),
     Mutant(
@@ -354,7 +354,7 @@ ENVIRON = [
         "tmm_base/guards.py",
         "            del error, trace  # they would form a cycle, as in `reraise`",
         "            pass",
-        "the same behind suppress",
+        "an exception that passes suppress keeps the interrupted frames' tensors and locks",
         (f"{SIGNALS}::test_an_exception_that_passes_keeps_nothing_alive",),
     ),
     Mutant(

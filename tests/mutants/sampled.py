@@ -133,7 +133,7 @@ SAMPLED = [
            "            if self.fault is None:\n                self.fault = f\"{self._title}",
            "            if True:\n                self.fault = f\"{self._title}",
            "the last reason is reported",
-           ("tests/core/test_asking.py::test_the_first_reason_is_the_one_that_stays",)),
+           ("tests/core/test_invalid_results.py::test_the_first_reason_is_the_one_that_stays",)),
     Mutant("interpreter-overflow", "triton/interpreted.py",
            "dataclasses.replace(options, sanitize_overflow=False)",
            "options",

@@ -6,7 +6,7 @@ from mutant import Mutant
 
 VERIFIER = "tests/core/test_verifier.py"
 LYING = "tests/core/test_lying.py"
-QUERIES = "tests/core/test_asking.py"
+QUERIES = "tests/core/test_invalid_results.py"
 
 VERIFICATION = [
     Mutant(

@@ -119,7 +119,7 @@ def fences(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fences]:
     monkeypatch.setattr(builder, "create_masked_load", loading)
     monkeypatch.setattr(builder, "create_masked_store", storing)
     yield made
-    assert not made.stray, f"{made.stray[0]} beside an operand"
+    assert not made.stray, f"{made.stray[0]} outside an operand"
 
 
 AHEAD = SplitKConfig(**TILE | {"num_stages": 1}, SPLIT_K=3, SWAP=True)

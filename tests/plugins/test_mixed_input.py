@@ -623,7 +623,7 @@ def test_weights_go_through_registers_without_waits_or_spills(uninterpreted: Uni
 
 
 def test_estimates_rank_measured_configs() -> None:
-    """For each product measured on an H100, the best config is among the first six by estimate."""
+    """The best config of each product measured on an H100 is among the first six by estimate."""
     import json
 
     table = Path(__file__).parents[2] / "benchmarks/results/h100/mixed_input_configs.txt"
@@ -645,7 +645,7 @@ def test_estimates_rank_measured_configs() -> None:
 
 
 def test_the_proposed_configs_are_close_to_the_best_for_few_rows() -> None:
-    """For products measured on an H200 with every config."""
+    """The products were measured on an H200 with every config."""
     import json
 
     table = Path(__file__).parents[2] / "benchmarks/results/h200/few_rows_configs.txt"

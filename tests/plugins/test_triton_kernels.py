@@ -204,7 +204,7 @@ def test_batch(kernel: TritonKernel[Any]) -> None:
     run(kernel, config, a, shared, epilogue="relu")
 
 
-#: Operands of more dimensions, and whether they are folded where they lie.
+#: Operands of more dimensions, and whether they are folded without a copy.
 LAYOUTS: dict[str, tuple[Callable[..., Any], tuple[int, ...], bool]] = {
     "rows": (lambda r: r(2, 3, 7, 32), (32, 16), True),
     "padded rows": (lambda r: r(2, 3, 7, 40)[..., :32], (32, 16), True),
@@ -572,7 +572,7 @@ def variants_by_m(kernel: TritonKernel[Any], sizes: range, config: Config) -> in
 
 @named(KERNELS)
 def test_one_compilation_serves_every_m(kernel: TritonKernel[Any]) -> None:
-    # But the second kernel of split-K, whose tile follows M up to 4.
+    # The second kernel of split-K is an exception: its tile follows M up to 4.
     assert variants_by_m(kernel, range(5, 300), KERNELS[kernel]) == 1
 
 

@@ -105,26 +105,26 @@ NONSENSE: list[tuple[str, Any, str]] = [
 ]  # fmt: skip
 
 
-def strange(question: str, answer: Any) -> FakeKernel:
-    """A kernel that is the fastest, if it is asked the right thing only."""
-    kind = type("Strange", (FakeKernel,), {question: lambda self, *about: answer(*about)})
+def strange(query: str, answer: Any) -> FakeKernel:
+    """The fastest kernel, with one query that ``answer`` answers."""
+    kind = type("Strange", (FakeKernel,), {query: lambda self, *about: answer(*about)})
     kernel: FakeKernel = kind("strange", estimate=1.0, tiles=(1, 2, 3))
     return kernel
 
 
-@pytest.mark.parametrize(("question", "answer", "message"), NONSENSE)
+@pytest.mark.parametrize(("query", "answer", "message"), NONSENSE)
 @pytest.mark.slow(quick=6)
 def test_nonsense_costs_its_kernel_alone(
-    question: str, answer: Any, message: str, tmp_path: Path
+    query: str, answer: Any, message: str, tmp_path: Path
 ) -> None:
-    bad, good = strange(question, answer), FakeKernel("good", estimate=5.0)
+    bad, good = strange(query, answer), FakeKernel("good", estimate=5.0)
     times = {"strange": 4.0, "good": 5.0, "blas": 10.0}
     d, _ = dispatcher(FakeBlas(estimate=10.0), bad, good, times=times, root=tmp_path)
     with pytest.warns(TmmWarning) as caught:
         choice = d.choose(problem(), settings())
     (warning,) = caught
     text = str(warning.message)
-    assert text.startswith("kernel 'strange' of plugin 'fakes' is set aside: " + question), text
+    assert text.startswith("kernel 'strange' of plugin 'fakes' is set aside: " + query), text
     assert message in text
     raised = message.startswith("raised")
     line = inspect.getsourcelines(raiser if raised else strange)[1] + 2
@@ -146,7 +146,7 @@ def test_nonsense_costs_its_kernel_alone(
         d.choose(problem(), settings(kernel="strange"))
 
     # The next process has the record: it measures nothing, but warns once more.
-    again, timer = dispatcher(FakeBlas(estimate=10.0), strange(question, answer), good,
+    again, timer = dispatcher(FakeBlas(estimate=10.0), strange(query, answer), good,
                               times=times, root=tmp_path)  # fmt: skip
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", TmmWarning)
@@ -168,18 +168,18 @@ PROPER: dict[str, list[Any]] = {
 }
 
 
-@pytest.mark.parametrize("question", PROPER)
+@pytest.mark.parametrize("query", PROPER)
 @pytest.mark.slow(quick=6)
-def test_an_invalid_answer_affects_no_other_kernel(question: str) -> None:
+def test_an_invalid_answer_affects_no_other_kernel(query: str) -> None:
     for answer in ANYTHING:
-        if any(type(answer) is type(each) and answer == each for each in PROPER[question]):
+        if any(type(answer) is type(each) and answer == each for each in PROPER[query]):
             continue
         faults = {"raises": ZeroDivisionError("oh"), "exits": SystemExit(3)}
         if isinstance(answer, str) and answer in faults:  # not the answer: the attribute itself
             value: Any = property(raiser(faults[answer]))
         else:
             value = lambda self, *about, answer=answer: answer  # noqa: E731
-        bad = type("Strange", (FakeKernel,), {question: value})("strange", estimate=1.0)
+        bad = type("Strange", (FakeKernel,), {query: value})("strange", estimate=1.0)
         times = {"strange": 4.0, "good": 5.0, "blas": 10.0}
         good = FakeKernel("good", estimate=5.0)
         d, _ = dispatcher(FakeBlas(estimate=10.0), bad, good, times=times)
@@ -191,9 +191,9 @@ def test_an_invalid_answer_affects_no_other_kernel(question: str) -> None:
         found = d.record(problem())
         assert found is not None
         statuses = {c.kernel: c.status for c in found[1].candidates}
-        assert statuses.pop("strange", "failed") == "failed" or question == "anatomy", answer
+        assert statuses.pop("strange", "failed") == "failed" or query == "anatomy", answer
         assert statuses == {"blas": "ok", "good": "ok"}
-        assert choice.candidate.kernel.name == "good" or question == "anatomy"
+        assert choice.candidate.kernel.name == "good" or query == "anatomy"
 
 
 def exiting(*arguments: Any) -> Any:
@@ -407,11 +407,11 @@ def test_a_launch_that_would_end_the_process_is_quarantined(error: BaseException
 
 
 @pytest.mark.parametrize(
-    "question",
+    "query",
     ["declines", "configs", "default_config", "estimate_us", "workspace_bytes", "bind"],
 )
-def test_ctrl_c_stops_at_once(question: str) -> None:
-    bad = strange(question, raiser(KeyboardInterrupt()))
+def test_ctrl_c_stops_at_once(query: str) -> None:
+    bad = strange(query, raiser(KeyboardInterrupt()))
     d, _ = dispatcher(FakeBlas(), bad, times={"strange": 1.0, "blas": 10.0})
     with pytest.raises(KeyboardInterrupt):
         d.choose(problem(), settings())
@@ -503,7 +503,7 @@ def test_the_commands_speak_of_plugins_that_would_end_them(
     reasons = {line["plugin"]: line["disabled"] for line in command("kernels")}
     assert reasons.pop("blas") is None
     assert reasons.pop("triton") == "not in TMM_PLUGINS"
-    assert reasons.pop("in_kernel") is None  # nobody asked it anything yet
+    assert reasons.pop("in_kernel") is None  # it was not queried yet
     assert reasons.pop("in_launch") is None
     assert reasons == {
         "at_import": "import failed: SystemExit: at import",
