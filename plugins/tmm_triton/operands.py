@@ -8,6 +8,7 @@ else is a run-time argument, above all M, because a server sees thousands of its
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -152,9 +153,10 @@ class Build:
 
     def launch(self, device: str) -> Launch:
         """Compile for the current device of that type."""
+        blocks = math.prod(self.grid) if self.options.get("launch_pdl") else None
         return Launch(
-            self.fn, self.types, self.constants,
-            device=torch.device(device), divisible=self.divisible, **self.options,
+            self.fn, self.types, self.constants, device=torch.device(device),
+            divisible=self.divisible, blocks=blocks, **self.options,
         )  # fmt: skip
 
     def compile_for(self, target: GPUTarget) -> Any:

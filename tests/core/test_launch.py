@@ -663,6 +663,18 @@ def test_a_kernel_is_compiled_once_for_each_specialisation(
     assert len(compilations) == count + 2
 
 
+def test_launches_whose_blocks_overlap_share_a_handle_if_an_sm_holds_as_many(
+    compilations: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spread: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(launch, "spread", lambda *given: spread.append(given))
+    monkeypatch.setattr(launch, "even_share", lambda blocks, device: blocks // 100)
+    made = [of_three(blocks=blocks).compiled for blocks in (None, 250, 250, 299, 300)]
+    assert made[1] is made[2] is made[3]
+    assert len({id(each) for each in made}) == len(compilations) == 3
+    assert spread == [(made[1], 0, 2), (made[4], 0, 3)]
+
+
 def test_a_compiled_kernel_takes_its_arguments_in_tritons_order(
     compilations: list[tuple[Any, ...]], noted: Noted
 ) -> None:

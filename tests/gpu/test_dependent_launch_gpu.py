@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -127,6 +128,29 @@ def test_a_chain_of_products_gives_the_bits_of_single_launches(
         for outs in got:
             for place, (mine, theirs) in enumerate(zip(outs, expected, strict=True)):
                 assert torch.equal(mine, theirs), (kernel.name, str(config), place)
+
+
+@pytest.mark.parametrize(("n", "k"), [(2048, 8192), (5120, 4096), (8192, 2048)])
+@pytest.mark.parametrize("kernel", [Skinny(), SplitK()], ids=("skinny", "split_k"))
+def test_blocks_of_an_overlapping_launch_are_spread_evenly(kernel: Any, n: int, k: int) -> None:
+    a, b = random(1, k), random(n, k, seed=1).t()
+    problem = Problem.of(a, b, a @ b, fingerprint(a.device))
+    sms = torch.cuda.get_device_properties(0).multi_processor_count
+    configs = [config for config in kernel.configs(problem) if config.early == "wait"]
+    assert configs
+    for build in (build for config in configs for build in kernel.builds(problem, config)):
+        even = -(-math.prod(build.grid) // sms)
+        assert fitting(build.launch("cuda").compiled) <= even
+
+
+def fitting(compiled: Any) -> int:
+    """How many blocks fit on an SM, by the driver."""
+    found, (warps, _, shared) = ctypes.c_int(), compiled.packed_metadata
+    status = ctypes.CDLL("libcuda.so.1").cuOccupancyMaxActiveBlocksPerMultiprocessor(
+        ctypes.byref(found), ctypes.c_void_p(compiled.function), 32 * warps, ctypes.c_size_t(shared)
+    )
+    assert status == 0
+    return found.value
 
 
 def test_tiles_cut_along_k_in_a_chain() -> None:

@@ -91,8 +91,9 @@ def test_builds_equal_the_compilations_of_bind(
 
     def recorded(
         self: Launch, fn: Any, types: Mapping[str, str], constants: Any, *,
-        device: torch.device, divisible: Any = None, **options: Any,
+        device: torch.device, divisible: Any = None, blocks: int | None = None, **options: Any,
     ) -> None:  # fmt: skip
+        assert bool(blocks) == options.get("launch_pdl", False)
         bound.append(described(fn, types, constants, divisible, options))
         initialise(self, fn, types, constants, device=device, divisible=divisible, **options)
 

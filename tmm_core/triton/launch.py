@@ -25,6 +25,7 @@ from tmm_core.spec.device import interpreting
 from tmm_core.triton.compile import compile_for, hash_after_callees, source
 from tmm_core.triton.interpreted import call_of
 from tmm_core.triton.releases import CCall, c_call, called_as_known, encode, load_launchers_apart
+from tmm_core.triton.residency import even_share, spread
 
 Grid = tuple[int, int, int]
 
@@ -46,6 +47,7 @@ class Launch:
         fn, types, constants, divisible: See :func:`source`.
         device: The device to launch on.
         edits: Names of edits of its PTX (:mod:`tmm_core.triton.ptx`).
+        blocks: The number of blocks of each launch, if it overlaps the previous launch.
         options: ``num_warps``, ``num_stages``, ``launch_pdl``, ``maxnreg``.
 
     Raises:
@@ -70,6 +72,7 @@ class Launch:
         device: torch.device,
         divisible: Mapping[str, int] | None = None,
         edits: tuple[str, ...] = (),
+        blocks: int | None = None,
         **options: Any,
     ) -> None:
         self.compiled: CompiledKernel | None = None
@@ -84,9 +87,11 @@ class Launch:
         else:
             index = device.index if device.index is not None else torch.cuda.current_device()
             hash_after_callees(fn, constants)
+            resident = blocks and even_share(blocks, index)
             key = (
                 fn,
                 index,
+                resident,
                 tuple(types.items()),
                 tuple(sorted(constants.items(), key=lambda item: item[0])),
                 tuple(sorted((divisible or {}).items())),
@@ -100,6 +105,8 @@ class Launch:
                     if compiled is None:
                         src = source(fn, types, constants, divisible)
                         compiled = self._compile(src, index, edits, options)
+                        if resident:
+                            spread(compiled, index, resident)
                         self._compiled[key] = compiled
             self.compiled = compiled
             # Empty if Triton unpacks descriptors instead of encoding them.
