@@ -1,8 +1,8 @@
 """Prints what each kernel gains: `python benchmarks/earned.py [FOLDER…]`.
 
-It lists for every kernel the number of records that the kernel wins, and by how much: the time of
-the fastest other kernel divided by the winner's, over as many rounds as both have. It reads
-the records that ship with tmm, or the records of the given cache folders.
+It lists for every kernel the number of records that the kernel wins, and its gain in them. The gain
+is the time of the fastest other kernel divided by the winner's, over as many rounds as both have.
+It reads the records that ship with tmm, or the records of the given cache folders.
 """
 
 from __future__ import annotations

@@ -2,11 +2,11 @@
 
     python benchmarks/invariant_bits.py bits.json
 
-Multiplies the same rows of ``a`` by the same weight, alone (M = 8) and among other rows (M = 200),
-by plain dots of one instruction shape each and by tmm's kernels with their configs forced. Results
-are fp32, so that rounding hides nothing. Configs that gave all rows the same bits for every K are a
-group: they may share one arithmetic. Takes about a minute; jobs are divided among processes,
-because most of the time goes to compiling.
+Multiplies the same rows of ``a`` by the same weight, alone (M = 8) and among other rows (M = 200).
+It uses plain dots of one instruction shape each, and tmm's kernels with their configs forced.
+Results are fp32, so that rounding hides nothing. Configs that gave all rows the same bits for every
+K are a group: they may share one reduction order. Takes about a minute. Jobs are divided among
+processes, because most of the time goes to compiling.
 """
 
 from __future__ import annotations

@@ -5,13 +5,12 @@ were none. Compares the candidates that it proposes with the times on record.
 
 For each record of a product that takes BLAS at least this long, it reports whether the winner is
 among the proposed candidates. It also reports the proposal regret: the best time on record of a
-proposed candidate over the best of all. A proposed candidate that a record has no time of gets an
-estimate, by which it may steer the second batch, and counts for nothing else: the regret is an
-upper bound for the candidates on record, and says nothing about candidates that were never timed. A
-record that has a time of no proposed config of its winner's kernel is unknown, and is left out of
-the regret. So are candidates with a single sample, which is of a GPU that is cool: later samples of
-large products take up to 14 % longer. The configs on record were once proposed by much the same
-rules, which flatters them.
+proposed candidate over the best of all. It is an upper bound for the candidates on record, and says
+nothing about candidates that were never timed. Those that are proposed get an estimated time, which
+only affects the choice of the second batch. A record without a time of any proposed config of its
+winner's kernel is unknown, and is left out of the regret. So are candidates with a single sample:
+the GPU was cool, and later samples of large products take up to 14 % longer. The configs on record
+were once proposed by much the same rules, which flatters the rules.
 """
 
 from __future__ import annotations

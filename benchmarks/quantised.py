@@ -7,9 +7,9 @@ replayed interleaved. Products by tmm are tuned at their first use::
     python benchmarks/quantised.py --formats int4 --rows 1 16 --weights 4096x14336
     python benchmarks/quantised.py --bars --minutes 5 --json bars.json
 
-``--bars`` measures 8-bit weights of few rows, products of two operands in 8-bit floats against
-``F.scaled_mm`` with scales by block, and experts in 8-bit floats and in MXFP4 against torch's
-grouped product in bf16. It compares each ratio with the ratio to reach.
+``--bars`` compares each ratio with the ratio to reach. It measures 8-bit weights with few rows. It
+compares products of two operands in 8-bit floats with ``F.scaled_mm``, with scales by block, and
+experts in 8-bit floats and in MXFP4 with torch's grouped product in bf16.
 
 ``--search`` tunes each product without records, and compares the choice with an exhaustive search.
 It takes a product some ten seconds longer. Experts are not searched.

@@ -1,9 +1,9 @@
 """The products of a tensor-parallel decoder layer with Llama-70B's widths, by torch and by tmm.
 
-Each rank holds its share of the weights: query, key and value projection and the gate and up
-projection by columns, the output and the down projection by rows, each followed by an all-reduce.
+Each rank holds its share of the weights. The query, key, value, gate and up projections are split
+by columns. The output and the down projection are split by rows; an all-reduce follows each.
 Attention and norms, the same for both, are left out. ``--layers`` layers with their own weights
-are captured as one CUDA graph for each way, and their replays are interleaved::
+are captured as one CUDA graph for torch and one for tmm, and their replays are interleaved::
 
     torchrun --standalone --nproc-per-node 2 benchmarks/tensor_parallel.py --json tp.json
 

@@ -1,11 +1,15 @@
 """Measures what verification costs: its share of a tuning, and its time in a first call.
 
 ``python benchmarks/verification_cost.py`` tunes some problems on the GPU (or with ``--device cpu``)
-without records and prints a table. Its columns are the seconds of the tuning; the shares spent in
-verification and in the further ways of use; the seconds in each way (other forms, modes, two
-threads together, rounds on further inputs), GPU time included; the number of candidates verified in
-them; and the milliseconds of a verification at first use and at a further size. On a CPU a kernel
-that multiplies in fp32 competes with BLAS.
+without records and prints a table. Its columns are:
+
+- the seconds of the tuning;
+- the shares of it spent in verification and in the further ways of use;
+- the seconds in each way, GPU time included: other forms, modes, two threads, further inputs;
+- the number of candidates verified in these ways;
+- the milliseconds of a verification at first use, and at a further size.
+
+On a CPU a kernel that multiplies in fp32 competes with BLAS.
 """
 
 from __future__ import annotations

@@ -7,9 +7,9 @@ runs on this many GPUs through NCCL, or on a CPU through gloo if there are fewer
 hidden dimension over the ranks, as DTensors:
 
 * without tmm, gate and up projection are two products, each sharded by columns;
-* with tmm they are one product, whose epilogue pairs gate and up. Each rank holds a block of gate
-  rows and the same block of up rows, one above the other, and multiplies them as local tensors: a
-  plain shard of the stacked weight would hold gate rows without their up rows.
+* with tmm they are one product, whose epilogue pairs gate and up. Each rank stacks a block of gate
+  rows and the same block of up rows, and multiplies them as local tensors. A plain shard of the
+  stacked weight would hold gate rows without their up rows.
 
 The down projection is sharded by rows. Its products are partial sums, which DTensor reduces.
 On GPUs the ranks first tune the problems of a step, each of them once on one rank.

@@ -1,10 +1,16 @@
 """Kernels that are right in most launches and wrong in some: a class for each way to be wrong.
 
 :meth:`Lie.lie` makes a launch wrong: it gets the correct launcher and the arguments of the launch.
-:attr:`Lie.problem` is a problem for which some launches are wrong. The rows of :data:`LIES` are: A1
-sizes, A2 alpha, A3 strides of bias and residual, A4 other forms of a launcher, A5 threads, A6
-caches by address, A7 buffers that are returned again, A8 magnitudes, A9 torch's modes, A10 group
-sizes, A11 aliases and strides, A12 state of the process.
+:attr:`Lie.problem` is a problem for which some launches are wrong. The rows of :data:`LIES`:
+
+=====  ===================================  =====  ===========================
+A1     sizes                                A7     buffers returned again
+A2     alpha                                A8     magnitudes
+A3     strides of bias and residual         A9     torch's modes
+A4     other forms of a launcher            A10    group sizes
+A5     threads                              A11    aliases and strides
+A6     caches by address                    A12    state of the process
+=====  ===================================  =====  ===========================
 """
 
 from __future__ import annotations

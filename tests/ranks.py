@@ -185,7 +185,7 @@ def gated_mlp_of_sharded_input() -> tuple[list[str], float]:
 
 def integers_split_along_k() -> tuple[str, float]:
     """A product of integers whose operands are sharded along K, with a residual and a bias that
-    every rank has: where the result lies, and its error."""
+    every rank has. Returns the placement of the result, and its error."""
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))

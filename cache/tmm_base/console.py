@@ -91,8 +91,8 @@ def guarded(program: str, run: Callable[[], int], *errors: type[Exception]) -> i
 
 
 def _open_standard_streams() -> None:
-    """Open closed standard streams on the null device: a file opened later would get the number of
-    a closed one, and a child process would write its output into it."""
+    """Open closed standard streams on the null device. Otherwise a file opened later would get the
+    number of a closed one, and a child process would write its output into that file."""
     for number in range(3):
         try:
             os.fstat(number)

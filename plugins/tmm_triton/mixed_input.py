@@ -357,10 +357,10 @@ _LEAST_PART = 512
 _EVICTED = 64
 #: Constants of the estimate, in µs: of a launch, of a step, and per element to store. Then per
 #: value to decode and per product, each for one consumer alone and for an SM. ``_BROUGHT`` is the
-#: bytes per µs that an SM receives. All are fitted to two sets of times: 3,147 configs of 24
-#: products by 4-bit and 8-bit weights on an H200
-#: (``benchmarks/results/h200/few_rows_configs.txt``), and 239 configs of 17 products by 4-bit
-#: weights on an H100 (``benchmarks/results/h100/mixed_input_configs.txt``).
+#: bytes per µs that an SM receives. All are fitted to two sets of times, both in
+#: ``benchmarks/results``. ``h200/few_rows_configs.txt`` has 3,147 configs of 24 products by 4-bit
+#: and 8-bit weights. ``h100/mixed_input_configs.txt`` has 239 configs of 17 products by 4-bit
+#: weights.
 _LAUNCH_US, _STEP_US, _STORE_US = 2.44, 0.203, 1.44e-4
 _DECODE_US, _MULTIPLY_US = (4.02e-6, 2.11e-5), (4.39e-8, 2.36e-7)
 _BROUGHT = 2.15e5

@@ -1,8 +1,8 @@
 """``triton.ragged``: many products in one launch, whose sizes along one dimension differ.
 
 The end of each group is read from ``offs`` on the device, so that the host does not wait for it.
-The grid is an upper bound: group g, which starts at row s, owns the *slots* from ``s // BLOCK_M +
-g`` on, at least as many as it has tiles. So all groups together have ``T // BLOCK_M + G`` slots
+The grid is an upper bound. Group g, which starts at row s, owns the *slots* from ``s // BLOCK_M +
+g`` on. It has at least as many slots as tiles. All groups together have ``T // BLOCK_M + G`` slots
 for any sizes. A slot's group is the number of groups that end before it, found by a vector
 comparison instead of a scan. Programs of slots without rows return at once.
 

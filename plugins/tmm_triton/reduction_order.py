@@ -1,10 +1,10 @@
 """Names reduction orders: kernels with the same order give a row the same bits. The compiler
 options here make them round alike after the sum, too.
 
-On Hopper every tensor-core instruction for 16-bit operands, ``wgmma m64nNk16`` of any width and
-``mma m16n8k16``, adds the products of 16 consecutive k to its fp32 accumulators with the same
-result. So a sum over K depends neither on the tile, nor on the step along K, nor on the order of
-the operands. Kernels that split K into equal ranges and add the parts in order agree too.
+On Hopper all tensor-core instructions for 16-bit operands add the products of 16 consecutive k to
+their fp32 accumulators with the same result. They are ``wgmma m64nNk16`` of any width and ``mma
+m16n8k16``. So a sum over K depends neither on the tile, nor on the step along K, nor on the order
+of the operands. Kernels that split K into equal ranges and add the parts in order agree too.
 ``benchmarks/invariant_bits.py`` shows it: on an H100 31 configs of five kernels are bitwise equal
 for four K, and so are those with 2, 4, 8 and 16 ranges each.
 """

@@ -12,8 +12,8 @@ Unlike a copy to shared memory, a load can have the hint ``evict_first``. It kee
 evicting L2 lines that would have to be written back first, which saves 3 µs of a cold read of 100
 MB on an H200. It only pays if multiplication takes hardly any time, with 32 rows or fewer.
 
-``SWAP`` computes the tile transposed, Bᵀ·Aᵀ: ``wgmma`` has a fixed height of 64 and a width from 8
-up, so with few rows of A, N should be along the height.
+``SWAP`` computes the tile transposed, Bᵀ·Aᵀ. ``wgmma`` has a fixed height of 64 and a width from 8
+up. So if A has few rows, N should be along the height.
 """
 
 from __future__ import annotations

@@ -70,8 +70,8 @@ STEPPED = replace(POINTERS, scales=("tensor", "row", "group", "block"), zeros=Tr
 class Built(Kernel[D]):
     """A kernel that lists its launches, so that it can be compiled without its GPU."""
 
-    #: A config sums every row in one order: a tile in the order of k, parts of K one after the
-    #: other, and each sum of an MMA in its own order. Copies of operands preserve bits.
+    #: A config sums every row in one order. It adds products in the order of k, or as an MMA adds
+    #: them, and parts of K one after the other. Copies of operands preserve bits.
     traits = Traits(deterministic=True, batch_invariant=True)
 
     @abc.abstractmethod

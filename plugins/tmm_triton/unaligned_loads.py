@@ -20,9 +20,10 @@ from triton.experimental.gluon import language as gl
 
 @jit
 def box_rows(operand, at, size, K, BOX: gl.constexpr, ALONG_K: gl.constexpr, C: gl.constexpr):
-    """Return five properties of a box from row (column) ``at`` of ``size``: the address of each
-    word; the skew of the data within it, in bits; the bytes per k-step; the k at which each row
-    ends; and how many bits a word reaches past the end of its row.
+    """Return the words of a box, which begins at row (column) ``at`` of ``size``, as a tuple.
+
+    Its items are the address of each word; the skew of the data within it, in bits; the bytes per
+    k-step; the k at which each row ends; and the bits of each word past the end of its row.
 
     Args:
         operand: A pointer to 16-bit elements, and the row stride in elements.

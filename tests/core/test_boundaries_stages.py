@@ -1,5 +1,5 @@
-"""Tests the rounds of a tuning one at a time, with candidates of known times: which candidates
-stay, which are timed again, which are recorded, and which configs are tried at all."""
+"""Tests the rounds of a tuning one at a time, with candidates of known times. Checks which
+candidates stay, are timed again and are recorded, and which configs are tried at all."""
 
 from __future__ import annotations
 

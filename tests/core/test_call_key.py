@@ -1,8 +1,8 @@
-"""The key of a warm call: two calls in one process that differ in one thing each get the plan that
-is theirs, in either order.
+"""The key of a warm call: two calls in one process that differ in one property get a plan each, in
+either order.
 
-The kernel behind them is exact: it compares its arguments with the problem that it was bound to. So
-a plan of another call fails even where it would give the same numbers.
+The kernel compares its arguments with the problem that it was bound to. So a call with another
+call's plan fails even if it would give the same numbers.
 """
 
 from __future__ import annotations

@@ -183,8 +183,8 @@ def test_the_baseline_without_private_operators(monkeypatch: pytest.MonkeyPatch)
     assert callable(blas.Blas().bind(fp8, blas.BlasConfig()))
 
 
-#: Files outside compat that use private names: to measure torch against itself, to keep a GPU busy
-#: in a test, and for operators that BLAS uses where this torch has them.
+#: Files outside compat that use private names. They measure torch itself, keep a GPU busy in a
+#: test, or call operators that BLAS uses if this torch has them.
 ELSEWHERE = {
     "tmm_core/bench/grouped_baselines.py",
     "tmm_core/bench/providers.py",

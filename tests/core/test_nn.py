@@ -184,8 +184,8 @@ def same_gradients(model: nn.Module, other: nn.Module, x: torch.Tensor) -> None:
     mine, theirs = gradients(model, x), gradients(other, x)
     assert mine.keys() == theirs.keys()
     for name, their in theirs.items():
-        # Terms that cancel leave the rounding of the largest: a token of zeros, normalised, has
-        # gradients of 60 beside some of 0.1, and torch's own are off by as much from fp64's.
+        # Large terms that cancel leave their rounding errors. A normalised token of zeros has
+        # gradients from 0.1 to 60, and torch's own differ from those in fp64 by as much.
         atol = max(1e-5, 2e-6 * float(their.abs().max()))
         assert_close(mine[name], their, rtol=1.3e-6, atol=atol, msg=name)
 

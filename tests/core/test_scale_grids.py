@@ -1,5 +1,5 @@
-"""Operands with scales for groups and blocks, and with several values in a byte: every kind of call
-against the product of their values in fp64, and the calls that are refused."""
+"""Operands with scales for groups and blocks, and with several values in a byte. Every kind of call
+is compared with the product of their values in fp64. Some calls are refused."""
 
 from __future__ import annotations
 

@@ -1,15 +1,15 @@
 """A Hopper thread block on the CPU: enough of Gluon to run a warp-specialised kernel's source.
 
-The kernel's functions run as plain Python, every partition in a thread, one thread at a
-time; who runs next is drawn at random at every step, so that seeds are interleavings. The
-model is as unkind as the hardware may be:
+The kernel's functions run as plain Python. Every partition has a thread, and one thread runs at a
+time. The next one is drawn at random at every step, so that each seed is an interleaving. The model
+takes every liberty that the hardware has:
 
 * A bulk load or store happens at any later time, in any order.
 * A ``wgmma`` reads its operands when it is waited for, not when it is issued, so that a
   stage that was released too early is overwritten first.
 * An mbarrier shows no more than the parity of its phase.
-* The launch before still runs until ``gdc_wait``: whoever loads, stores or looks at a flag before
-  that has an :class:`OrderError`, but for what the caller says is at rest.
+* The previous launch runs until ``gdc_wait``. A load, a store or a read of a flag before that
+  raises :class:`OrderError`, except in memory that the caller says nobody writes.
 
 When no thread can run and no copy is left, :class:`DeadlockError` names where each one waits.
 """

@@ -116,8 +116,8 @@ def test_no_compiler_decides_how_often_a_result_is_rounded(uninterpreted: Uninte
 def test_every_m_has_the_arithmetics_of_every_other(
     nk: tuple[int, int], epilogue: str | None
 ) -> None:
-    """One is served at every rung, by several kernels, skinny tiles and tall; and parts of K that
-    one M has others have, too, as far as there is memory for them."""
+    """Several kernels, with small and with tall tiles, offer one reduction order at every M. If one
+    M has configs that split K, other M have them too, as far as the workspace fits in memory."""
     n, k = nk
     whole: dict[int, set[str | None]] = {}
     for m in LADDER:

@@ -38,8 +38,8 @@ from tmm_core import Groups, Operand, Problem
 from tmm_core.triton import releases
 from tmm_core.verify import random_inputs
 
-#: Ends of groups, and the size of all: empty ones first, in the middle and last; one; all empty;
-#: and more groups than the table's pass takes.
+#: Ends of groups, and the number of rows. Empty groups come first, in the middle and last. There
+#: is one group, all are empty, or there are more groups than one pass over the table reads.
 SIZES = [
     ((0, 5, 5, 6, 15, 15), 18),
     ((9,), 9),

@@ -1,5 +1,5 @@
-"""The Hopper kernel without a Hopper GPU: its source runs on a model of the block, its configs
-compile for sm_90, and it gives a reason for each problem that it declines."""
+"""The Hopper kernel without a Hopper GPU. Its source runs on a model of the block, and its configs
+compile for sm_90. It gives a reason for each problem that it declines."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Converts calls of aten's products to calls of tmm, for :mod:`tmm_core.interop.aten_answers`.
 
-The result is None for a call that tmm does not answer: with other dtypes, addresses that are not
-multiples of 16 bytes or empty operands, or a call that torch refuses.
+The result is None for a call that tmm does not answer: one that torch refuses, or whose operands
+are empty, have other dtypes, or start at addresses that are not multiples of 16 bytes.
 """
 
 from __future__ import annotations

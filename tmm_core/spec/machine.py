@@ -18,8 +18,8 @@ from tmm_core.spec.problem import Problem
 _TENSOR = {
     (8, 0): 2.9e6, (8, 6): 0.87e6, (8, 9): 1.3e6, (9, 0): 7.5e6, (10, 0): 15.2e6, (12, 0): 1.2e6,
 }  # fmt: skip
-#: FLOP per µs of one SM without tensor cores, in fp32 (128 lanes × 2 × 1.7 GHz; sm_80 has only 64
-#: lanes, at 1.4 GHz) and in other dtypes, such as fp64.
+#: FLOP per µs of one SM without tensor cores, in fp32 and in other dtypes, such as fp64. For fp32
+#: it is 128 lanes × 2 × 1.7 GHz; sm_80 has only 64 lanes, at 1.4 GHz.
 _FMA, _OTHER = 0.43e6, 0.04e6
 #: Bytes per µs of memory: measured by a copy for the H200, as specified for the others.
 _MEMORY = {"H200": 4.27e6, "H100": 3.35e6, "A100": 1.9e6, "B200": 7.7e6}

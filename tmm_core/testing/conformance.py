@@ -203,9 +203,9 @@ class KernelConformance(RaggedProblems):
             self._check(probe)
 
     def test_use_of_ragged(self) -> None:
-        """The result is right in all further ways of use, for kernels that accept groups: groups of
-        one row, all rows in one group, most groups empty, and rows gathered from more rows or from
-        one."""
+        """The result is right in all further ways of use, for kernels that accept groups. There are
+        groups of one row, all rows in one group, and mostly empty groups. Rows are gathered from
+        more rows or from one."""
         for problem in self._served(self.ragged_in_use()):
             self._check(problem, "whole")
 

@@ -8,9 +8,9 @@
         print_if("acc", "0,>2", acc)      # where program_id(0) == 0 and program_id(1) > 2
         breakpoint_if("0,*,!=2")          # under TRITON_INTERPRET=1 only
 
-A condition has up to three comma-separated terms, for ``program_id(0)``, ``(1)`` and ``(2)``:
-a number that the ID must equal, a comparison (``=3``, ``!=3``, ``<3``, ``<=3``, ``>3``,
-``>=3``) or ``*`` for any. Axes without a term are unconstrained: ``""`` selects every program.
+A condition has up to three comma-separated terms, for ``program_id(0)``, ``(1)`` and ``(2)``. A
+term is a number that the ID must equal, a comparison (``=3``, ``!=3``, ``<3``, ``<=3``, ``>3``,
+``>=3``) or ``*`` for any ID. An axis without a term is unconstrained: ``""`` selects every program.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from tmm_core.spec.device import interpreting
 # rejects functions of other modules.
 @triton.constexpr_function
 def parse_condition(text):
-    """Return the selected programs along each of the three axes: the first and the last ID of a
-    range, and whether the IDs inside it are selected (True) or those outside.
+    """Return the selected programs along each of the three axes. Each item has the first and the
+    last ID of a range, and whether the IDs inside it are selected (True) or those outside.
 
     >>> parse_condition("0, !=1")
     ((0, 0, True), (1, 1, False), (0, 2147483647, True))

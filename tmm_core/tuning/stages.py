@@ -36,8 +36,8 @@ from tmm_core.tuning.untried import Obstacle
 from tmm_core.verify.environment_faults import BUDGET_ENDED, alike, cause_of
 from tmm_core.verify.verifier import Extent, Verifier
 
-#: For the screening of every batch, the second round and the last round: samples of each candidate,
-#: µs per sample, and the ratio to the best up to which a candidate stays.
+#: Samples of each candidate, µs per sample, and the ratio to the best up to which a candidate
+#: stays. They are for the screening of every batch, the second round and the last round.
 SCREENING, SCREENING_US, SCREENING_KEEPS = 3, 400.0, 1.3
 SECOND, SECOND_US, SECOND_KEEPS = 4, 1500.0, 1.06
 FINAL = 9

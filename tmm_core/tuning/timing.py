@@ -36,8 +36,9 @@ Run = Callable[[int], object]
 #: this. On a busy host the quartiles were 31.7 and 50.6 µs, otherwise 31 and 32.
 DISTURBED = 1.4
 
-#: Length of one candidate's burst, µs. Six kernels on three large problems (H100) compare in bursts
-#: of 3 ms within 2 % as in bursts of a second, although the GPU clock falls by a third by then.
+#: Length of one candidate's burst, µs. Ratios of six kernels on three large problems (H100) in
+#: bursts of 3 ms are within 2 % of those in bursts of a second, in which the GPU clock falls by a
+#: third.
 BURST_US = 3000.0
 
 #: Bytes read to evict a call's operands from the L2, for the clock "alone": more than twice the

@@ -92,8 +92,8 @@ def work_of(sizes, C: gl.constexpr):
 
 @jit
 def tail_share():
-    """The block's index among those that share tiles, counted from the last: a block then waits
-    only for blocks started before it, which finish even if not all blocks fit at once."""
+    """The block's index among those that share tiles, counted from the last. So a block waits only
+    for blocks that started before it. They finish even if not all blocks fit at once."""
     return gl.num_programs(0) - 1 - gl.program_id(0)
 
 
