@@ -1,7 +1,7 @@
 """Measures what a cache of many records costs: `python benchmarks/cache_scale.py [RECORDS]`.
 
-Fills a temporary root with records of thirty candidates, as tuning leaves them, and prints a row
-per operation: seconds, seconds of CPU (user and system, children included), and the bar. If other
+Fills a temporary root with records of thirty candidates, as tuning leaves them. Prints a row per
+operation: seconds, seconds of CPU (user and system, children included), and the bar. If other
 processes share the cores, as the load average shows, compare the seconds of CPU.
 """
 

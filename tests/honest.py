@@ -1,6 +1,6 @@
 """Right kernels that round as GPUs do, for random problems: verification may refuse none of them.
 
-:func:`launcher` computes the whole expression by a copy of :mod:`tmm_core.verify.compare` whose
+:func:`launcher` computes the whole expression by a copy of :mod:`tmm_core.verify.compare`. Its
 products round differently: sums in fp32 in steps, sums of tensor cores, operands in TF32, splits
 along K. ``python tests/honest.py --count 3000`` verifies 3,000 kernels and prints the refused ones.
 """

@@ -46,8 +46,8 @@ STEPS = steps()
 
 @pytest.fixture
 def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder as a reader has it, with the records that are shipped and a `tmm` that prints lines
-    of the page's width, although its output is no terminal."""
+    """A folder as a reader has it, with the shipped records. Its `tmm` prints lines of the page's
+    width, although its output is no terminal."""
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     tmm = tmp_path / "bin" / "tmm"
     tmm.parent.mkdir()

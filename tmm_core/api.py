@@ -70,7 +70,7 @@ def matmul(
         residual: Broadcastable to the output; added last, after the epilogue.
         alpha: Scales the product: a number that torch.addmm takes, or a 0-d tensor, which may
             require a gradient. Torch applies alpha and everything after it if alpha is complex,
-            requires a gradient or is on a GPU, where reading it would make the host wait.
+            requires a gradient or is on a GPU. To read it there would make the host wait.
         epilogue: ``None``, a name such as ``"silu"``, a chain ``"gelu_tanh+softcap(30)"``, an
             :class:`Epilogue` or a sequence of these.
         out: The tensor to write to, resized as torch does. The call is then not differentiable,
@@ -397,7 +397,7 @@ def problem(
 
 def explain(a: Tensor, b: Tensor, **arguments: Any) -> Explanation:
     """Explain which kernel :func:`matmul` would choose for these arguments under the current
-    settings, and why not another; also whether the call would tune or raise CacheMissError.
+    settings, and why. Also say whether the call would tune or raise CacheMissError.
 
     Nothing is tuned or launched. ``print()`` the result, or read its fields.
 

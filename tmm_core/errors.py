@@ -1,8 +1,8 @@
 """All error classes of tmm, and the guards around other people's code.
 
-Errors about tensors (shapes, dtypes, devices) are not here: those are the
-``RuntimeError``, ``TypeError`` and ``NotImplementedError`` that torch raises, with
-torch's messages, so that code written around ``torch.matmul`` keeps working::
+Errors about tensors (shapes, dtypes, devices) are not here. As for ``torch.matmul`` they are
+``RuntimeError``, ``TypeError`` and ``NotImplementedError`` with torch's messages, so that code
+written for it keeps working::
 
     TmmError
     ├── UnknownNameError (ValueError)      a kernel or epilogue that is not registered

@@ -53,10 +53,10 @@ def grouped_matmul(
     | ``[G, M, K]`` | ``[K, T]`` | ``[M, T]`` | columns of b and the result |
     | ``[G, M, K]`` | ``[G, K, N]`` | ``[G, M, N]`` | one product each; no offs |
 
-    ``offs`` is never read on the host: nothing waits for the GPU, and its values may change from
-    one replay of a CUDA graph to the next. Groups may be empty. Data beyond ``offs[-1]`` is not
-    read and may be NaN; there the result is unspecified, and gradients are zero. Operands may
-    have any strides and alignment.
+    ``offs`` is never read on the host, so nothing waits for the GPU. Its values may change from one
+    replay of a CUDA graph to the next. Groups may be empty. Data beyond ``offs[-1]`` is not read
+    and may be NaN; there the result is unspecified, and gradients are zero. Operands may have any
+    strides and alignment.
 
     Args:
         offs: int32 ``[G]``: where each group ends, non-decreasing, at most T.
@@ -75,8 +75,9 @@ def grouped_matmul(
         scale_a, scale_b: fp32 scales of 8-bit operands, in the shapes of
             ``torch.nn.functional.scaled_grouped_mm``: one for each row of ``a`` and each column
             of ``b`` (2N where gated), or one number. The shape is ``[T]`` for an operand whose rows
-            (columns) are ragged, else ``[G, M]`` and ``[G, N]``, which may be flattened if the sum
-            is ragged. With ``a_index`` a scale belongs to a row of ``a`` and is gathered with it.
+            (columns) are ragged, else ``[G, M]`` and ``[G, N]``. The latter may be flattened if the
+            sum is ragged. With ``a_index`` a scale belongs to a row of ``a`` and is gathered with
+            it.
         out: The tensor to write to. Not differentiable; data beyond the last group may be
             overwritten.
         kernel, config, on_cache_miss: As for :func:`tmm_core.matmul`.

@@ -29,8 +29,8 @@ _BETWEEN: Final = OWN_PACKAGES | {
 
 
 def warn_caller(message: str, category: type[Warning]) -> None:
-    """Issue a warning that points at the user's line that called into tmm; a fixed stack level
-    would not do, since ten to thirty frames lie between."""
+    """Issue a warning that points at the user's line that called into tmm. A fixed stack level
+    would not do, since ten to thirty frames are between."""
     frame = sys._getframe(1)
     while frame.f_back is not None and _package(frame) in _BETWEEN:
         frame = frame.f_back
@@ -73,8 +73,8 @@ def reraise(error: BaseException) -> None:
     - an exception that a signal handler raised, wherever it interrupted the process, also if the
       guarded code raised another one from it;
     - a warning of tmm's own under ``-W error``;
-    - a ``RecursionError``, if the guard's callers take more than half of the frames that Python
-      allows: they, not the guarded code, have used them up;
+    - a ``RecursionError``, if the guard's callers, not the guarded code, take more than half of the
+      frames that Python allows;
     - a ``BaseException`` that no foreign frame raised, such as one set from another thread;
     - a ``BaseException``, also ``SystemExit``, of a function that belongs to the user's call
       (:func:`of_the_call`).

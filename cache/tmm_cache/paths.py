@@ -2,7 +2,7 @@
 roots and its layers.
 
 File names are defined only here, so that readers, writers and removers agree on which files belong
-to the cache: a file that these patterns don't match is never touched. A container may run under a
+to the cache. A file that these patterns don't match is never touched. A container may run under a
 uid without an account, without HOME, in a working directory that was removed. Then there is no
 root: the store warns once and keeps its records in memory.
 """
@@ -88,7 +88,7 @@ def shipped_layers(environ: Mapping[str, str] = os.environ) -> tuple[Path, ...]:
 def record_path(root: Path, gpu: str, environment: str, problem: str) -> Path:
     """Return the file of a record, by its GPU and the digests of its environment and its problem.
 
-    Raises ValueError for a GPU that is not a slug or an environment that is not a digest: both
+    Raises ValueError for a GPU that is not a slug or an environment that is not a digest. Both
     become path components and must not escape the root.
     """
     if not is_slug(gpu):

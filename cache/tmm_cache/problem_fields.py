@@ -1,6 +1,6 @@
 """The fields that the command shows, read from problems opaque to the store.
 
-Every function here tolerates missing fields: the core may add to a problem or rename a part of it,
+Every function here tolerates missing fields. The core may add to a problem or rename a part of it,
 and the command still lists the record.
 """
 

@@ -86,8 +86,8 @@ def _speedup(us: float | None, blas_us: float | None) -> float | None:
 class CandidateResult(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """The result of one (kernel, config) on the problem.
 
-    `status`: "ok" was timed to the end, "slow" was eliminated early (its samples are from the early
-    stages), "wrong" failed verification, "failed" did not compile, launch or finish in time.
+    `status`: "ok" was timed to the end. "slow" was eliminated early; its samples are from the early
+    stages. "wrong" failed verification. "failed" did not compile, launch or finish in time.
     `version` is the kernel's, opaque here, as is `config`. `error` is the relative error that
     verification measured, None if it was not measured or is not finite (`reason` states which).
     `samples_us` are at the record's own M; `inside_us` are medians at other M of its bucket.

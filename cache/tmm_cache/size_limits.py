@@ -1,8 +1,8 @@
 """Keeps the cache within its limit of size, and removes left-over temporary files.
 
 A save cleans its own folder and, now and then, the whole root. Only the least recently used records
-and notes of the root are removed: never a layer, a record that this process holds, or one that was
-just written. The last use of a record is its file's mtime: an index could be torn, and every
+and notes of the root are removed. Layers, records that this process holds, and those that were just
+written are kept. The last use of a record is its file's mtime: an index could be torn, and every
 process would write to it.
 """
 

@@ -488,8 +488,8 @@ class MixedInput(Built[MixedInputConfig]):
         return sorted({1, splits} if SEARCH_LIMITED.get() else range(1, splits + 1))
 
     def estimate_us(self, problem: Problem, config: MixedInputConfig) -> float:
-        """Waves of tiles. A tile takes the norm of four times: the steps of one consumer in
-        sequence, the work of all consumers, reading the weight from memory, and filling shared
+        """Waves of tiles. A tile takes the norm of four times. They are the steps of one consumer
+        in sequence, the work of all consumers, reading the weight from memory, and filling shared
         memory."""
         machine, c = Machine.of(problem.device), Constants.of(problem, config)
         units = _work_units(problem, c)

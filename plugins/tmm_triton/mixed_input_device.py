@@ -482,8 +482,8 @@ def mixed_input_kernel(
     target = (out, bias, residual, alpha, (out_index_ptr, out_weights_ptr), partials_ptr)
     sums = (ring, barriers, sizes, scales, zeros, exchange, target)
     loads = (a_desc, b_desc, ring, barriers, sizes)
-    # Triton accepts the roles only as a list in the call, and not as a sum of lists: adding unwraps
-    # the constants of the second list, and then refuses None.
+    # Triton accepts the roles only as a list in the call. In a sum of lists it would unwrap the
+    # constants of the second list, and then refuse None.
     if C.consumers == 1:
         gl.warp_specialize(
             [

@@ -3,7 +3,7 @@
 One program computes one [BLOCK_M, BLOCK_N] tile of the output, walking K in steps of
 BLOCK_K; programs are numbered along rows of tiles. All operands are addressed by pointers
 with any stride, and every load is masked in both dimensions. The tail of K is masked in *both*
-operands: zeros in one alone would be multiplied by values past the end of the other, such as NaN.
+operands. Zeros in one alone would be multiplied by values past the end of the other, such as NaN.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Maps a problem to the arguments of a Triton kernel.
 
 The pointer kernels have one calling convention: every operand has a stride per dimension.
-Everything the problem fixes (a contiguous dimension's stride of one, an absent bias, a batch of
-one) is a compile-time constant, so one source serves every layout without overhead. Everything
-else is a run-time argument, above all M, because a server sees thousands of its values.
+All that the problem fixes is a compile-time constant: a stride of one, an absent bias, a batch of
+one. So one source serves every layout without overhead. Everything else is a run-time argument,
+above all M, because a server sees thousands of its values.
 """
 
 from __future__ import annotations

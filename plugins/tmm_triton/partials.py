@@ -58,8 +58,8 @@ def reduce_kernel(
 ):  # fmt: skip
     """Finish a tile of the sum of SPLIT_K parts [batch, M, N] that are ``apart`` elements apart.
 
-    AHEAD partial sums are loaded at a time: loaded one by one, each costs a trip to L2 (0.2 µs on
-    an H200, 60 for 256 of them). The order of additions is fixed. With IN_ORDER, all parts are
+    AHEAD partial sums are loaded at a time. Loaded one by one, each has the latency of L2 (0.2 µs
+    on an H200, 60 for 256 of them). The order of additions is fixed. With IN_ORDER, all parts are
     loaded at a time and added in the order of K.
     """
     z = tl.program_id(2)

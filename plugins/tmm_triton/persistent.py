@@ -2,8 +2,8 @@
 
 A persistent program pays its prologue once. With ``FLATTEN`` the loops over tiles and over K are
 merged: the loads of the next tile then overlap the epilogue of this one. TMA removes address
-arithmetic and bounds checks from the loop: a whole tile is one instruction of one thread, and
-out-of-bounds elements, including the tail of K, arrive as zeros. A descriptor follows its operand's
+arithmetic and bounds checks from the loop. One thread loads a whole tile by one instruction.
+Out-of-bounds elements, including the tail of K, arrive as zeros. A descriptor follows its operand's
 contiguous dimension. Where the dot needs the other order, the tile is transposed at no cost:
 ``wgmma`` reads shared memory either way.
 

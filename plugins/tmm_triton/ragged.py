@@ -65,7 +65,7 @@ def finish(
     EPILOGUE: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
     """Store ``weight · EPILOGUE(alpha · acc + bias) + residual`` for rows below ``top`` and columns
-    left of ``right``; row r of the tile is row ``at[r]`` of the result."""
+    left of ``right``. Row r of the tile is row ``at[r]`` of the result."""
     if bias_ptr is not None:
         bias_ptr += group * stride_biasz
     if GATED:

@@ -55,7 +55,7 @@ _MOST, _MOST_OF_ONE = 10, 6
 #: of 4097³ on an H200 take 37.7 µs, 3.6 TB/s; in tiles of twice the size 41.2.
 _TILE_BYTES, _WIDTH, _WARPS = 8192, 256, 8
 #: A copy's rows are multiples of this many bytes, so that boxes of 128 bytes are four whole L2
-#: sectors; with multiples of 16 they would touch five.
+#: sectors. With multiples of 16 they would touch five.
 _PITCH = 128
 #: µs of a copy's launch, in addition to the product's.
 _LAUNCH_US = 2.0
@@ -90,8 +90,9 @@ def realign(
         inside = (row[:, None] < rows) & (col[None, :] < cols)
         ptrs = source + row[:, None] * stride + col[None, :] * step
         block = tl.load(ptrs, mask=inside, other=0.0)
-        # If stored in its loaded shape, Triton would use the stores' layout for the loads:
-        # neighbouring lanes 16 bytes apart, every 2-byte load of a warp spread over 512 bytes.
+        # If it were stored in its loaded shape, Triton would use the stores' layout for the loads.
+        # Neighbouring lanes would be 16 bytes apart, and every 2-byte load of a warp would span 512
+        # bytes.
         packs = first + tl.arange(0, COLS // PACK)[:, None] * PACK + tl.arange(0, PACK)[None, :]
         targets = copy + row[:, None, None] * pitch + packs[None, :, :]
         inside = (row[:, None, None] < rows) & (packs[None, :, :] < pitch)

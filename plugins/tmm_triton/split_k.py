@@ -3,14 +3,14 @@
 A product with few output tiles (decode, M·N small relative to K) leaves most SMs idle, or too few
 bytes in flight to reach the memory bandwidth. Here SPLIT_K programs share a tile: each sums a
 contiguous range of whole BLOCK_K steps in fp32 and writes its partial sum to a workspace. A second
-kernel, spread over all SMs (``partials.reduce_kernel``), adds the partial sums in a fixed order and
-applies epilogue, bias and residual once, to the full sum. So the result is deterministic, and with
-a given config a row's bits depend on neither M nor the other rows.
+kernel, ``partials.reduce_kernel``, is spread over all SMs. It adds the partial sums in a fixed
+order and applies epilogue, bias and residual once, to the full sum. So the result is deterministic,
+and with a given config a row's bits depend on neither M nor the other rows.
 
 With ``num_stages=1`` the tiles of the next step wait in registers while this one is multiplied.
 Unlike a copy to shared memory, a load can have the hint ``evict_first``. It keeps the load from
-evicting L2 lines that would have to be written back first, which saves 3 µs of a cold read of 100
-MB on an H200. It only pays if multiplication takes hardly any time, with 32 rows or fewer.
+evicting L2 lines that would have to be written back first. On an H200 this saves 3 µs of a cold
+read of 100 MB. It only pays if multiplication takes hardly any time, with 32 rows or fewer.
 
 ``SWAP`` computes the tile transposed, Bᵀ·Aᵀ. ``wgmma`` has a fixed height of 64 and a width from 8
 up. So if A has few rows, N should be along the height.

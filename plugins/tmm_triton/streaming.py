@@ -9,12 +9,12 @@ cores read; no lane exchanges data with another before the sums are complete.
     lane 4n + 1                      words 4–7
     lane …                           …
 
-* The order of a sum is free, so both operands are permuted along K such that a lane multiplies the
+* The order of a sum is free. So both operands are permuted along K such that a lane multiplies the
   values that it has loaded. A tensor core's register holds two values of one word
   (:mod:`tmm_triton.word_decoders`).
 * A lane has neighbouring words of a step. With 4 bits and more than 8 rows it has neighbours in
   both halves of a step (``PIECES``). The four lanes of a row then load their part of ``a`` from one
-  line of 128 bytes: lookups of lines in the L1 cache limit 16 rows.
+  line of 128 bytes. With 16 rows, lookups of lines in the L1 cache are the limit.
 * A step covers 128 values of a row: a whole group of the scale, or a part of one. The sum of a step
   is multiplied by its scale in fp32, so that the weight's values are never rounded.
 * The warps of a program divide K, and rows of the weight (``WARPS_N``), whose activations then come

@@ -6,8 +6,8 @@ concurrent programs need few distinct rows of A and columns of B, and find them 
 no requirements on operands, so it serves strides that bulk copies cannot address.
 ``triton.grouped`` is just this.
 
-``triton.fused_epilogue`` serves gated products in one pass: silu(x·W_gate) · (x·W_up) is two
-matmuls with one A; computed separately, A is read twice and both products go through memory. Here a
+``triton.fused_epilogue`` serves gated products in one pass. silu(x·W_gate) · (x·W_up) is two
+matmuls with one A. Computed separately, A is read twice and both products go through memory. Here a
 program keeps two accumulators, for the same tile of the gate and the up half, and loads each tile
 of A once for both dots. With SUBTILE 2 a tile is finished in two halves of its columns. The
 epilogue's temporaries and the rounded copy then need half the registers, since a 128×256 tile has

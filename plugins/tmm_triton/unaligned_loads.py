@@ -55,8 +55,8 @@ def box_rows(operand, at, size, K, BOX: gl.constexpr, ALONG_K: gl.constexpr, C: 
 
 @jit
 def box_words(rows, step, last, K, ALONG_K: gl.constexpr, C: gl.constexpr):
-    """The words that contain the box of a k-step, or zeros from ``last`` on: the lower words, the
-    upper words, and how many bits they reach past a row's end."""
+    """The words that contain the box of a k-step, or zeros from ``last`` on. They are the lower
+    words, the upper words, and how many bits they reach past a row's end."""
     start, skew, apart, ends, past = rows
     k = gl.where(step < last, step * C.BLOCK_K, K)
     if ALONG_K:

@@ -5,7 +5,7 @@ because a register of a tensor core operand holds two 16-bit values. No value mo
 and no table is read.
 
 4-bit integers and int8 are inserted into the mantissa of a float whose unit in the last place is
-one, from which a subtraction removes the offset. Both steps are exact.
+one. A subtraction then removes the offset. Both steps are exact.
 """
 
 from __future__ import annotations

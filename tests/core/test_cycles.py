@@ -1,7 +1,7 @@
 """A call leaves no reference cycle that holds its caller's variables.
 
-One would keep a user's tensors until Python's cyclic garbage collector runs, and if these are a
-CUDA graph, end the capture during which it runs.
+One would keep a user's tensors until Python's cyclic garbage collector runs. If it kept a CUDA
+graph, the collector would end a capture during which it runs.
 """
 
 from __future__ import annotations

@@ -537,7 +537,7 @@ def test_scales_are_placed_like_their_operands(
 
 
 class Stored(NamedTuple):
-    """A product with a quantised weight ``[N, K]``, or one for each of three groups; placements of
+    """A product with a quantised weight ``[N, K]``, or one for each of three groups. Placements of
     ``x``, of the weight's numbers and scales, and of the result."""
 
     format: str

@@ -1,5 +1,5 @@
-"""An epilogue is one file: without its file it is unknown and all else works, and a new file is all
-that a new one needs. Its device function is plain code, which is jitted when it is needed."""
+"""An epilogue is one file. Without the file it is unknown and all else works. A new epilogue needs
+only a new file. Its device function is plain code, which is jitted when it is needed."""
 
 from __future__ import annotations
 

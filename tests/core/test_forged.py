@@ -1,5 +1,5 @@
-"""A record that others may have written names a kernel; the kernel is verified before its first
-result is used, also when a tuning completes the record."""
+"""If others may have written a record, its kernel is verified before its first result is used. This
+also holds when a tuning completes the record."""
 
 from __future__ import annotations
 

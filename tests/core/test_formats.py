@@ -1,5 +1,5 @@
-"""A format is one file: with it gone the format is refused and all else works, and with another
-there is another, which BLAS serves and verification checks."""
+"""A format is one file. Without the file the format is refused and all else works. Another file
+adds a format, which BLAS serves and verification checks."""
 
 from __future__ import annotations
 

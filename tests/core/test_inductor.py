@@ -77,8 +77,8 @@ def fresh() -> Iterator[None]:
 
 
 def passed(function: Callable[..., Any], *inputs: Tensor, seen: Seen | None = None) -> Any:
-    """The result of a function whose graphs went through Inductor's stages up to the pass, and are
-    then run without further compilation: compiling C++ would take seconds for each."""
+    """The result of a function whose graphs went through Inductor's stages up to the pass. They are
+    run without further compilation, because compiling C++ would take seconds for each."""
     from functorch.compile import make_boxed_func
     from torch._dynamo.backends.common import aot_autograd
     from torch._inductor.decomposition import select_decomp_table

@@ -1,5 +1,5 @@
-"""A product computed inside a plugin's code is answered by BLAS at once: it waits for no lock,
-tunes nothing, and its plan serves no other call."""
+"""BLAS answers a product inside a plugin's code at once. The product waits for no lock and tunes
+nothing, and its plan serves no other call."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""One definition of a valid call: what torch's expression computes, tmm computes on every path, or
-it refuses the call on every path with the same kind of error."""
+"""Every path of tmm agrees on what a valid call is. All compute what torch's expression does, or
+all refuse the call with the same kind of error."""
 
 from __future__ import annotations
 

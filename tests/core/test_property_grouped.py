@@ -1,5 +1,6 @@
-"""One definition of a valid grouped call: every path gives the result of a loop over the groups, or
-refuses the call with the same kind of error. Rows in no group may hold NaN and add nothing."""
+"""Every path of tmm agrees on what a valid grouped call is. All give the result of a loop over the
+groups, or all refuse the call with the same kind of error. Rows in no group may hold NaN and add
+nothing."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Calls of quantised operands of every format: what their values give in torch, every path gives,
-or every path refuses with the same kind of error."""
+"""Calls with quantised operands of every format. All paths give what torch computes from their
+values, or all refuse the call with the same kind of error."""
 
 from __future__ import annotations
 

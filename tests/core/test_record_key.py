@@ -1,5 +1,5 @@
-"""The key of a record: each field of a problem that affects speed alters it, no other field does,
-and a problem that is written is read back unchanged."""
+"""The key of a record. Each field of a problem that affects speed alters it, and no other field
+does. A problem that is written is read back unchanged."""
 
 from __future__ import annotations
 

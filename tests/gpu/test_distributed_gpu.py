@@ -41,7 +41,7 @@ def world() -> Iterator[World]:
 
 
 def cases(listed: list[Case]) -> Any:
-    """The cases that fit the number of ranks: a mesh of 2 × 2 needs four ranks, and cases of fewer
+    """The cases that fit the number of ranks. A mesh of 2 × 2 needs four ranks. Cases with fewer
     rows than ranks need more than two."""
     fitting = [case for case in listed if GPUS == 4 or not case.mesh]
     fitting = [case for case in fitting if GPUS > 2 or not case.name.startswith("fewer")]

@@ -1,5 +1,5 @@
-"""``triton.warp_specialized`` with scales of blocks on a Hopper GPU: kinds of scales, configs,
-groups and odd shapes against fp64, in outputs with other memory around them."""
+"""``triton.warp_specialized`` with scales of blocks on a Hopper GPU. Kinds of scales, configs,
+groups and odd shapes are compared with fp64, in outputs between guard bands."""
 
 from __future__ import annotations
 

@@ -48,8 +48,8 @@ class DeadlockError(Exception):
 
 
 class OrderError(AssertionError):
-    """Memory is touched, or the next launch let in, while the launch before may still run, or the
-    block ends while a load is under way."""
+    """Memory is read or written, or the next launch is started, while the previous launch may still
+    run. Or the block ends before a load has."""
 
 
 class Scheduler:
@@ -200,8 +200,8 @@ class Shared:
 
 
 class Boxes(Shared):
-    """Boxes [rows, box, column] that are read as one [rows, columns]: swizzled shared memory has
-    rows as long as a box's, one box after the other."""
+    """Boxes [rows, box, column] that are read as one [rows, columns]. In swizzled shared memory
+    boxes follow one another, each with rows of its own length."""
 
     @property
     def data(self) -> np.ndarray:

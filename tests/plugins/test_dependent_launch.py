@@ -1,5 +1,5 @@
-"""Launches that begin before the one before has ended: what comes before the wait, in the model of
-the block and in the PTX, who proposes it, and who declines."""
+"""Launches that begin before the previous one has ended. Checks what is done before the wait, in
+the model of the block and in the PTX, and which kernels propose or decline it."""
 
 from __future__ import annotations
 

@@ -76,9 +76,8 @@ def test_rates_by_dtype() -> None:
 def test_untuned_choices_are_good_where_times_are_known(
     folder: str, device: DeviceFingerprint, tmp_path: Path
 ) -> None:
-    """Compared with the shipped records, an untuned choice takes less than 10 % longer than the
-    best in geometric mean, and few take longer than BLAS. A config that is not on record counts as
-    the kernel's best."""
+    """In the shipped records, untuned choices take less than 10 % longer than the best in geometric
+    mean. Few take longer than BLAS. A config that is not on record counts as the kernel's best."""
     dispatcher = dispatch.default_dispatcher()
     registry = dispatcher.registry
     nothing_near = Neighbours(CacheStore(tmp_path, []))

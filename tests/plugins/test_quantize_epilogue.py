@@ -1,5 +1,5 @@
-"""Products that round their result to 8-bit floats for the next one: the kernel, interpreted and
-compiled for Hopper, BLAS, and the chain of two products."""
+"""Products that round their result to 8-bit floats for the next one. Checks the kernel, interpreted
+and compiled for Hopper, BLAS, and the chain of two products."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Groups in the Hopper kernel, without a Hopper: its source on a model of the block, what it
-declines, what it proposes, and what the compiler makes of it."""
+"""Groups in the Hopper kernel, without a Hopper GPU. Checks its source on a model of the block, its
+compiled code, and what it proposes and declines."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """The step along K of Triton kernels with packed weights, scales of groups and blocks, and zero
-points, by the values' product in fp64; and what they decline."""
+points. Results are compared with the values' product in fp64. Some problems are declined."""
 
 from __future__ import annotations
 

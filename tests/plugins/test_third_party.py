@@ -1,7 +1,7 @@
 """A stranger's plugin, built and installed as strangers install, comes and goes.
 
-In an environment of its own: wheels of tmm and of the example beside the torch, Triton and
-pytest that this one has, and no editable tmm.
+Runs in an environment of its own. It has wheels of tmm and of the example, this environment's
+torch, Triton and pytest, and no editable tmm.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """The large tiles that the Triton kernels propose compile without a GPU for Ampere, Hopper and
-Blackwell, in combination with every other property that affects the program. One small tile of
+Blackwell. They are combined with every other property that affects the program. One small tile of
 each kind compiles too. Shared memory fits, tiles stay in registers, and Hopper's tiles use
 ``wgmma``. A config of every tile also compiles for Ada and for AMD's MI300, where no kernel has
 been timed yet.
@@ -209,8 +209,8 @@ def test_tiles_compile_and_fit(sm: int, uninterpreted: Uninterpreted) -> None:
     assert {line["kernel"] for line in lines} == kernels
     assert {x["kernel"] for x in lines if x["function"] == "reduce_port_kernel"} == TILED
     main = [line for line in lines if not line["function"].startswith("reduce_")]
-    # Alignment that is claimed reaches the loads: copies to shared memory run ahead, or what is
-    # read once goes through registers, 16 bytes at a time.
+    # Declared alignment makes loads 16 bytes wide. They are copies to shared memory ahead of use,
+    # or loads to registers of operands that are read once.
     whole = [x for x in main if "unaligned" not in x["problem"]]
     assert not [label(x) for x in whole if x["stages"] > 1 and not x["async"]]
     through = [x for x in whole if x["stages"] == 1]

@@ -1,5 +1,5 @@
-"""The Triton kernels' own mechanics, interpreted: tiles that divide nothing, in configs far
-smaller than those proposed, where every tail, split and tile order shows in a small matrix."""
+"""The Triton kernels in the interpreter, with sizes that no tile divides. Configs are far smaller
+than those proposed, so that a small matrix has every tail, split and tile order."""
 
 from __future__ import annotations
 
@@ -81,8 +81,8 @@ def random(*shape: int, dtype: torch.dtype = FP32, seed: int = 0) -> torch.Tenso
 
 
 def aligned(rows: int, cols: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
-    """A [rows, cols] matrix whose rows start at multiples of 16 bytes, NaN between them: what
-    a load past the end of a row would multiply."""
+    """A [rows, cols] matrix whose rows start at multiples of 16 bytes. NaN between them would be
+    multiplied by a load past the end of a row."""
     vector = 16 // dtype.itemsize
     buffer = torch.full((rows, -(-cols // vector) * vector + vector), float("nan"), dtype=dtype)
     buffer[:, :cols] = random(rows, cols, dtype=dtype, seed=seed)

@@ -1,5 +1,5 @@
-"""The PTX that decodes weights, executed instruction by instruction, gives the format's values: for
-words of equal values, for random words, and for every pair of values."""
+"""The PTX that decodes weights, executed instruction by instruction, gives the format's values.
+Words have equal values, random ones, and every pair of values."""
 
 from __future__ import annotations
 

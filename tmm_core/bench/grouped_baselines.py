@@ -61,8 +61,8 @@ def _by_torch(call: Call) -> Tensor:
 
 
 def _scales_each(call: Call) -> bool:
-    """Whether torch multiplies the 8-bit operands of each group with scales by rows: row-major e4m3
-    by column-major on Hopper, K and N in multiples of 16."""
+    """Whether torch multiplies the 8-bit operands of each group with scales of rows. It does so on
+    Hopper for row-major by column-major e4m3, with K and N multiples of 16."""
     a, b = call.a, call.b
     return (
         a.is_cuda

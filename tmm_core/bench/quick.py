@@ -33,8 +33,9 @@ COLUMNS = ("product", "compared with", "problems", "geometric mean", "lowest")
 
 
 def tasks(*, on_gpu: bool) -> list[suites.Task]:
-    """Two bf16 problems of each class, the first of every class before the second of any, so that a
-    run that ends early has all rows. On a CPU no size exceeds :data:`CPU_SIZES`."""
+    """Two bf16 problems of each class. The first of every class precedes the second of any, so that
+    a run that ends early has all rows. On a CPU no size exceeds
+    :data:`CPU_SIZES`."""
     classes = [suites.select([name], dtype=torch.bfloat16) for name in ROWS]
     chosen: list[suites.Task] = []
     for i, largest in enumerate(CPU_SIZES):

@@ -43,8 +43,8 @@ EACH_SIZE = 1024
 TILE = 128
 #: Kernels go through tiles in groups of up to this many; the last group is often incomplete.
 GROUPED = 8
-#: A number in any field of a config counts as the height of a taller tile if it is a multiple of
-#: the first number and at most the second.
+#: The smallest and the largest height of a taller tile. A number in any field of a config counts as
+#: one if it is a multiple of the smallest and at most the largest.
 _STEP, _TALLEST = 64, 512
 
 

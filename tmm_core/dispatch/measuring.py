@@ -195,8 +195,8 @@ class Measuring(Lookup):
         return record
 
     def _with_absent(self, record: TuningRecord, before: TuningRecord) -> TuningRecord:
-        """Add the results of ``before`` of kernels that this process lacks: a process that has them
-        would tune again, and drop the results of this one."""
+        """Add the results in ``before`` of kernels that this process lacks. Otherwise a process
+        that has them would tune again, and drop the results of this one."""
         measured = {(each.kernel, each.version) for each in record.candidates}
         versions: dict[str, list[KernelVersion]] = {}  # the latest first
         for kernel in self.absent(before):

@@ -260,8 +260,8 @@ def _register(operator: Operator, key: str) -> None:
 
 
 def enabled_report() -> EnabledReport:
-    """Report how many calls of each operator each kernel answered, and the time that this saved,
-    since the :func:`enable` in force, or in the last one."""
+    """Report how many calls of each operator each kernel answered, and the time that this saved.
+    They belong to the :func:`enable` in force, else to the last one."""
     with _lock:
         enabled, active = (_stack[-1], True) if _stack else (_last, False)
         answered = dict(enabled.answered) if enabled is not None else {}

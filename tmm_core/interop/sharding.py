@@ -170,12 +170,12 @@ def _shard(t: Any, dimensions: Names, along: object) -> Placement:
 
 
 def in_place(call: Arguments, transposed: bool) -> torch.Tensor | None:
-    """Return the product of DTensors, which each rank computes from its local tensors; None if an
-    operand has to be moved, or if gradients are recorded.
+    """Return the product of DTensors, which each rank computes from its local tensors. Return None
+    if an operand has to be moved, or if gradients are recorded.
 
-    DTensor's dispatch of an operator that is written in Python takes about 100 µs on the host, as
-    long as a small product takes on a GPU. So a call is dispatched once for each kind of operands,
-    and the placements of its result serve later calls. ``transposed``: ``call.b`` is [N, K].
+    DTensor's dispatch of an operator written in Python takes about 100 µs on the host. A small
+    product takes as long on a GPU. So a call is dispatched once for each kind of operands, and the
+    placements of its result serve later calls. ``transposed``: ``call.b`` is [N, K].
     """
     tensors = call.a, call.b, call.bias, call.residual
     given: list[Any] = [t for t in tensors if t is not None]

@@ -105,7 +105,7 @@ def bare(product: Node) -> Tail:
 
 
 def pairs(graph: torch.fx.Graph) -> Iterator[tuple[Tail, Tail]]:
-    """Yield gate and up of two weights: two products of the same matrix ``a``, where the graph
+    """Yield pairs of products, gate and up. Both multiply the same matrix ``a``, and the graph
     multiplies an activation of the first by the second. Both are reshaped alike."""
     for product in list(graph.nodes):
         if not is_product(product, MATRIX_PRODUCTS):

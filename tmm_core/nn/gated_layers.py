@@ -201,7 +201,7 @@ SwiGLU = GatedMLP
 
 def _movable(shard: Tensor) -> bool:
     """Whether a shard has a storage to itself. FSDP gathers a shard into a buffer that it writes
-    again in later calls: a shard that was moved away from it would keep the old values."""
+    again in later calls. A shard that was moved out of this buffer would keep the old values."""
     return whole(shard) and compat.holds_storage_alone(shard)
 
 

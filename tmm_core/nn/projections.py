@@ -155,7 +155,7 @@ def _version(x: Tensor) -> int:
 
 def names_of(kind: type[nn.Module]) -> tuple[str, ...]:
     """Return the names of the children that project one input and whose results the forward only
-    splits into heads; empty if there are fewer than two."""
+    splits into heads. Empty if there are fewer than two."""
     return _projected(own(kind).forward)
 
 

@@ -90,8 +90,8 @@ def gated(
 _specs: dict[Any, Any] = {}
 _MOST_SPECS = 4096
 
-#: The hooks of pairs of layers that were seen to place alike, by the first: reading closures takes
-#: longer than comparing hooks with those seen before.
+#: The hooks of pairs of layers that were found to place tensors alike, by the first hooks. Reading
+#: closures takes longer than comparing hooks with known ones.
 _alike: weakref.WeakKeyDictionary[nn.Module, list[Any]] = weakref.WeakKeyDictionary()
 
 

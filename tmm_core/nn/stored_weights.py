@@ -53,8 +53,8 @@ def read(weight: Any) -> Quantized | None:
 def product(x: Tensor, weight: Tensor, bias: Tensor | None, epilogue: str) -> Tensor:
     """``epilogue(x @ weight.T + bias)`` for a weight of another library's type.
 
-    In a graph being compiled and while gradients are recorded, the weight multiplies itself: a
-    quantised operand has no gradient, and torchao's have one of ``x``.
+    In a graph being compiled and while gradients are recorded, torchao multiplies. A quantised
+    operand of tmm has no gradient, and torchao's product has one for ``x``.
     """
     if not torch.compiler.is_compiling() and (stored := read(weight)) is not None:
         recorded = autograd_state.recorded(x, bias)

@@ -117,7 +117,7 @@ def _registers(layer: Any) -> bool:
 def joint_of(
     weights: Sequence[Tensor], biases: Sequence[Tensor | None]
 ) -> tuple[Tensor, Tensor | None] | None:
-    """The weights as one tensor and the biases as one; None if either are not adjacent in memory,
+    """The weights as one tensor and the biases as one. None if either are not adjacent in memory,
     or if only some layers have a bias."""
     weight = stacked(weights)
     given = [bias for bias in biases if bias is not None]

@@ -13,9 +13,9 @@ WIDE = 256
 def bucket_edge(m: int) -> int:
     """Return the upper edge of the bucket of ``m``: the size whose choice serves ``m``.
 
-    Up to 64 the edges are powers of two: a decode kernel's M tile is 16 to 64, and all sizes in a
-    bucket cost the same. Above 64 there are four edges per octave. A choice is then made at a size
-    at most 25 % above the size that it serves.
+    Up to 64 the edges are powers of two. A decode kernel's tile has 16 to 64 rows, and all sizes in
+    a bucket take the same time. Above 64 there are four edges per octave. A choice is then made at
+    a size at most 25 % above the size that it serves.
 
     >>> [bucket_edge(m) for m in (1, 3, 16, 17, 65, 300, 4096, 4097)]
     [1, 4, 16, 32, 80, 320, 4096, 5120]
@@ -33,10 +33,10 @@ def bucketed(problem: Problem) -> Problem:
 def probes(edge: int) -> tuple[int, ...]:
     """Return the M inside the bucket of ``edge`` at which a record is measured, besides the edge.
 
-    They are odd: the smallest M of the bucket and one in its middle, or one in every quarter if the
-    bucket is wider than two large tiles. Times of tile kernels grow in steps: for 2434×5120², the
-    best config at M = 2305 and 2560 took 1.15 times the best one. Empty if the bucket is only its
-    edge.
+    They are odd: the smallest M of the bucket and one in its middle. If the bucket is wider than
+    two large tiles, there is one in every quarter. Times of tile kernels grow in steps: for
+    2434×5120², the best config at M = 2305 and 2560 took 1.15 times the best one. Empty if the
+    bucket is only its edge.
 
     >>> [probes(edge) for edge in (1, 2, 4, 16, 64, 320, 5120)]
     [(), (), (3,), (9, 13), (33, 49), (257, 289), (4097, 4353, 4609, 4865)]

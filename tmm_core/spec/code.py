@@ -56,7 +56,7 @@ def version_of(kernel: Any, stated: str, distribution: str = "") -> str:
 
 def _beside(distribution: str, counted: set[str]) -> list[str]:
     """Return a digest of the files that a distribution installs outside the ``counted`` packages,
-    such as a compiled module; an empty list if there are none."""
+    such as a compiled module. The list is empty if there are none."""
     found = []
     with suppress(BaseException):  # damaged metadata: the plugin may still load
         installed = importlib.metadata.distribution(distribution) if distribution else None

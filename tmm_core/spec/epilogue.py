@@ -238,8 +238,8 @@ class Epilogue:
 
     @cached_property
     def _frozen(self) -> tuple[Epilogue, list[tuple[Any, Any]]]:
-        """A copy of this epilogue with its present closure variables, because plans outlive calls
-        and equal epilogues share plans; and all variables that the epilogue reads."""
+        """Return a copy of this epilogue with its present closure variables, and all variables that
+        it reads. A copy, because plans outlive calls and equal epilogues share plans."""
         stages, cells = self.chain, self._cells()
         if not cells:
             return self, cells

@@ -5,8 +5,8 @@
     class TestMine(KernelConformance):
         kernel = MyKernel()
 
-A kernel must be correct on every problem that it does not decline: declined problems are skipped
-with the kernel's reasons, and the claims of its traits are tested.
+A kernel must be correct on every problem that it does not decline. Declined problems are skipped
+with the kernel's reasons. The claims of its traits are tested.
 """
 
 from __future__ import annotations

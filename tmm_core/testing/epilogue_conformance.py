@@ -5,8 +5,9 @@
     class TestMine(EpilogueConformance):
         epilogue = MINE
 
-Every form is compared with the reference in fp64, with default and other parameters: derivatives
-with torch's; device functions on a GPU or, with ``TRITON_INTERPRET=1``, in Triton's interpreter.
+Every form is compared with the reference in fp64, with default and other parameters, and
+derivatives with torch's. Device functions run on a GPU or, with ``TRITON_INTERPRET=1``, in Triton's
+interpreter.
 """
 
 from __future__ import annotations

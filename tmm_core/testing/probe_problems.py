@@ -328,8 +328,8 @@ class ProbeProblems(Suite):
         yield replace(base, out=Operand(torch.float32))
 
     def probes_of_use(self) -> Iterator[Problem]:
-        """Small problems, each verified by some thirty launches: every dtype, each kind of operand
-        whose strides a problem does not fix, and operands that may be one tensor."""
+        """Small problems, each verified by some thirty launches. They have every dtype, each kind
+        of operand whose strides a problem does not fix, and operands that may be one tensor."""
         side = 16 if self._device().type == "cpu" else 128
         for dtype in self.dtypes:
             yield self._probe((side, side, 4 * side), dtype)

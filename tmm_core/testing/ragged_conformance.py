@@ -71,8 +71,8 @@ class RaggedProblems(ProbeProblems):
                 yield replace(full, epilogue=parse("swiglu"))
 
     def ragged_in_use(self) -> Iterator[Problem]:
-        """Small problems, each verified in every way of use: one that gathers rows, one with a
-        single row, one with a single group, one in order, and one with weights of rows."""
+        """Small problems, each verified in every way of use. One gathers rows, one has a single
+        row, one a single group, one has rows in order, and one weights of rows."""
         plain = replace(self._ragged("m"), m=24, n=16, k=16)
         gathered = replace(plain, groups=Groups(GROUPS, "m", torch.int64))
         yield gathered

@@ -288,8 +288,9 @@ class _Board:
     def await_all(
         self, awaited: Mapping[int, Sequence[str]], until: str | None = None
     ) -> list[int]:
-        """Poll for each rank's keys, in order, until all exist or ranks that lack some have added
-        none for ``timeout`` seconds, or failed; returns those ranks. Stops once ``until`` exists.
+        """Poll for each rank's keys, in order, until all exist. Stop if a rank that lacks some has
+        failed, or has added none for ``timeout`` seconds. Return these ranks. Stop once ``until``
+        exists.
 
         Raises:
             ValueError: Another rank tunes something else.

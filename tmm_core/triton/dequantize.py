@@ -174,8 +174,8 @@ def dequantizer(
     problem: Problem, of: str, dtype: torch.dtype, folds: bool = False
 ) -> Dequantize | None:
     """Return the pass for operand ``"a"`` or ``"b"`` of a problem, with its grids of scales and
-    zero points. None if torch's operators have to convert the operand: it is not on a GPU or not
-    contiguous along K, or the kernel cannot serve its format or device. Also None, with one
+    zero points. None if torch's operators have to convert the operand. It may be not on a GPU or
+    not contiguous along K, or the kernel cannot serve its format or device. Also None, with one
     warning, if a compiler failed.
 
     Args:

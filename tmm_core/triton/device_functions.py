@@ -75,8 +75,8 @@ def device_derivative(epilogue: Epilogue) -> Any:
 
 
 def port_function(port: Port) -> Any:
-    """Return the ``@triton.jit`` function of an epilogue's output: it takes an fp32 block of the
-    result and returns the block of its shape that the output holds or reduces.
+    """Return the ``@triton.jit`` function of an epilogue's output. It takes an fp32 block of the
+    result and returns a block of the same shape, which the output holds or reduces.
 
     Raises:
         ValueError: It has no device function (``port.fusable`` is False).

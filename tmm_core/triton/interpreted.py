@@ -1,10 +1,10 @@
 """Launches in Triton's interpreter, with correct products of bf16 and 8-bit blocks.
 
-The interpreter stores a bf16 block as 16-bit integers and multiplies these: ``tl.dot`` of two bf16
-blocks is silently off by a factor of 1e6 there. It reads the codes of NaN and Inf of 8-bit floats
-as the numbers above the largest, and rounds some numbers to 8-bit floats of half their value. Its
-loads and stores of bf16 are right, and so are its casts between bf16 and fp32. An integer cast to
-bf16 keeps its bits.
+The interpreter stores a bf16 block as 16-bit integers and multiplies these. So there ``tl.dot`` of
+two bf16 blocks is silently off by a factor of 1e6. It reads the codes of NaN and Inf of 8-bit
+floats as the numbers above the largest, and rounds some numbers to 8-bit floats of half their
+value. Its loads and stores of bf16 are right, and so are its casts between bf16 and fp32. An
+integer cast to bf16 keeps its bits.
 """
 
 from __future__ import annotations

@@ -92,8 +92,8 @@ def load_launchers_apart(launcher: type) -> None:
     It compiles a launcher for each signature, and loads all of them as ``__triton_launcher``. If a
     module of this kind is loaded again, CPython returns the one object that ``sys.modules`` has
     under its name, with the contents replaced. So a thread that reads ``launch`` could get the
-    launcher that another thread has just loaded: a kernel was launched with the argument types of
-    another. Later releases have one launcher.
+    launcher that another thread has just loaded. Then a kernel is launched with the argument types
+    of another. Later releases have one launcher.
 
     Args:
         launcher: The class of launcher objects.

@@ -242,7 +242,7 @@ class _Host:
         self._pending: dict[int, tuple[Future[None], float]] = {}
         self._numbers = itertools.count()
         self._lock = threading.Lock()
-        #: Messages that a thread sends: until the host has started it reads none, and the socket
+        #: Messages that a thread sends. Until the host has started it reads none, and the socket
         #: holds few, so that a caller would wait for seconds.
         self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         environ = {name: value for name, value in environ.items() if name not in _NOT_PASSED}

@@ -22,9 +22,9 @@ TIE = 0.005
 #: of a second. In steady state, one kernel measured twice differs by up to 3 %.
 CLOSE = 0.02
 
-#: An M that was never measured gets its own race if calls take more than this many µs: a wrong
-#: choice then costs more than the race. Candidates within :data:`OPEN` times the best take
-#: part. Orders of tiles differ by up to 8 % at one M, tiles by 15.
+#: An M that was never measured gets its own race if calls take more than this many µs. A wrong
+#: choice then costs more than the race. Candidates within :data:`OPEN` times the best take part.
+#: Orders of tiles differ by up to 8 % at one M, tiles by 15.
 LONG_CALL_US, OPEN = 100.0, 1.15
 #: Maximum number of kernels in such a race, besides BLAS, and of raced M that a record keeps.
 RACERS, MOST_RACED = 2, 16

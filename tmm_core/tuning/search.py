@@ -228,8 +228,8 @@ class Search:
         return list(found)
 
     def _by_arithmetic(self, ranked: Sequence[Candidate]) -> list[Candidate]:
-        """The ranked candidates, with arithmetics interleaved: one arithmetic has to serve every M
-        of a weight, and it is chosen by its best time at each. Variants of one tile, which have
+        """The ranked candidates, with arithmetics interleaved. One arithmetic has to serve every M
+        of a weight, and is chosen by its best time at each M. Variants of one tile, which have
         equal estimates, follow other tiles."""
         kinds: dict[object, tuple[list[Candidate], list[Candidate]]] = {}
         seen: set[object] = set()

@@ -49,9 +49,10 @@ STEADY_US = 0.3e6
 #: A kernel is measured in steady state again if its first time was within this share of the longest
 #: time with which it may still win. One kernel measured twice differs by up to 3 %.
 UNCLEAR = 0.03
-#: How many kernels that beat BLAS in the last round are measured in steady state at first, and how
-#: many in all if the first are slower than BLAS there. Measuring four at first would have changed
-#: the choice for 12 of 44 products on record: 0.4 % faster in steady state, 0.1 % slower in use.
+#: Of the kernels that beat BLAS in the last round, so many are measured in steady state at first.
+#: If these are slower than BLAS there, more follow, up to the second number. Measuring four at
+#: first would have changed the choice for 12 of 44 products on record: 0.4 % faster in steady
+#: state, 0.1 % slower in use.
 STEADY_FIRST, STEADY_MOST = 2, 4
 #: A kernel that takes at most this share of BLAS's time in use is also faster in steady state. In
 #: all 55 such measurements, on both GPUs, it was at least 1.3 % ahead there.
@@ -143,8 +144,8 @@ class Tuning:
         return self._launchers.deadline.passed
 
     def _require_baseline(self) -> None:
-        """Refuse a record without BLAS if the environment may be to blame, or if nothing runs: a
-        kernel would win because BLAS had too little memory."""
+        """Refuse a record without BLAS if the environment may be to blame, or if nothing runs.
+        Otherwise a kernel would win because BLAS had too little memory."""
         for run in self.runs:
             if run.is_baseline and run.cause is not None:
                 raise RuntimeError(f"{BASELINE} does not run: {run.reason}") from run.raised

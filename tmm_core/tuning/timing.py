@@ -3,9 +3,10 @@
 The deciding clock is *in use*: R calls over R copies of the operands that change from layer to
 layer. They are captured once, and replayed in bursts of a few milliseconds, interleaved among
 candidates. This clock includes a kernel's effect on the next one. It reads weights from memory, and
-activations from where a layer finds them. It includes no host time. A single launch after a flush
-that writes ranks kernels by how they cope with 50 MB of dirty L2 lines, which no model leaves
-there. Such a clock chose a kernel of 852 µs where cuBLAS takes 670 (2048×28672×4096 on an H100).
+activations from where a layer finds them. It includes no host time. After a flush that writes,
+single launches rank kernels by how they cope with 50 MB of dirty L2 lines. No model leaves such
+lines there. Such a clock chose a kernel of 852 µs where cuBLAS takes 670 (2048×28672×4096 on an
+H100).
 
 Large products are also timed in steady state (clock ``steady``: replays back to back). A kernel
 that loses to BLAS there does not win. At the limit of power, the GPU clock follows a kernel's own
@@ -36,9 +37,9 @@ Run = Callable[[int], object]
 #: this. On a busy host the quartiles were 31.7 and 50.6 µs, otherwise 31 and 32.
 DISTURBED = 1.4
 
-#: Length of one candidate's burst, µs. Ratios of six kernels on three large problems (H100) in
-#: bursts of 3 ms are within 2 % of those in bursts of a second, in which the GPU clock falls by a
-#: third.
+#: Length of one candidate's burst, µs. Six kernels were timed on three large problems (H100). Their
+#: ratios in bursts of 3 ms are within 2 % of those in bursts of a second, in which the GPU clock
+#: falls by a third.
 BURST_US = 3000.0
 
 #: Bytes read to evict a call's operands from the L2, for the clock "alone": more than twice the

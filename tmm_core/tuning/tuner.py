@@ -2,9 +2,9 @@
 
 Each batch of candidates is compiled in parallel, verified and screened; :class:`Search` decides
 whether another batch is worth compiling. The best are then timed interleaved, by the clock *in use*
-(:mod:`tmm_core.tuning.timing`), until a winner is clear, and also at other M of the record's
-bucket. A candidate that fails to compile, is wrong or hangs costs only itself, and the record
-states the failure.
+(:mod:`tmm_core.tuning.timing`), until a winner is clear. They are also timed at other M of the
+record's bucket. A candidate that fails to compile, is wrong or hangs costs only itself, and the
+record states the failure.
 """
 
 from __future__ import annotations

@@ -45,8 +45,8 @@ TOLERANCE = {
 TF32_TOLERANCE = 4e-3
 
 #: Error per term of a sum in fp32, relative to its partial sums. Tensor cores add some 16 products
-#: at a time, and truncate the sum by up to 2⁻²³ (Fasi et al., Numerical behavior of NVIDIA tensor
-#: cores, PeerJ Computer Science 7:e330).
+#: at a time, and truncate the sum by up to 2⁻²³. (Fasi et al., Numerical behavior of NVIDIA tensor
+#: cores, PeerJ Computer Science 7:e330.)
 SUMMED = 2.0**-27
 #: Error of a sum of few terms in fp32, relative to its norm and the square root of their number.
 #: The partial sums are rounded with random signs. Sums of 1 to 1024 normal terms were computed term

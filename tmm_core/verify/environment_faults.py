@@ -1,8 +1,8 @@
 """Distinguishes faults of the environment from faults of a kernel.
 
 A candidate's failure is a verdict on its kernel only if the kernel caused it: by a wrong result, a
-refusal, or its own exception. A missing compiler, a full disk or GPU, a killed process and
-the end of the budget say nothing about the kernel: the candidate is *untried*.
+refusal, or its own exception. A missing compiler, a full disk or GPU, a killed process and the end
+of the budget say nothing about the kernel. The candidate is then *untried*.
 
 An exception of the operating system, of a memory allocator, or of the part of Triton that finds and
 runs programs is the environment's fault. Compilers, and records of older versions, give only a

@@ -223,8 +223,8 @@ def _nan_and_inf(dtype: torch.dtype, chance: random.Random) -> list[float]:
 
 
 def _rows_computed_from(inputs: Inputs, end: int) -> dict[int, list[int]]:
-    """Map each row of ``a`` to the rows of the result that are computed from it, within groups;
-    empty if rows are neither gathered nor scattered."""
+    """Map each row of ``a`` to the rows of the result that are computed from it, within groups.
+    Empty if rows are neither gathered nor scattered."""
     given = inputs.rows
     if given is None or (given.a_index is None and given.out_index is None):
         return {}

@@ -169,7 +169,7 @@ class Rows:
 
     def defined(self, problem: Problem) -> tuple[int, int] | None:
         """The dimension along which the result ends with the last group, and the number of defined
-        elements along it; None if the whole result is defined."""
+        elements along it. None if the whole result is defined."""
         assert problem.groups is not None
         if problem.along == "k" or problem.groups.zeroed or self.ends[-1] == problem.extent:
             return None

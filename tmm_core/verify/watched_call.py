@@ -35,8 +35,8 @@ class _Watched:
 
 
 class _Turns:
-    """Lets one call be watched at a time: two that restore the process's state undo each other's
-    work, and take the other's changes for their own. A slow call is not waited for."""
+    """Lets one call be watched at a time. Two that restore the process's state would undo each
+    other's work, and take the other's changes for their own. A slow call is not waited for."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()

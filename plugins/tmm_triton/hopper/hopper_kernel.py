@@ -105,8 +105,8 @@ def warp_specialized_kernel(
     loads = (a_desc, b_desc, strides, ring, barriers, sizes)
     sums = (ring, barriers, turn, target, parts, sizes)
     bring = ((words_ptr, words_stride), a_ring if C.WORDS == "a" else b_ring, barriers, sizes)
-    # Triton accepts the roles only as a list in the call, and not as a sum of lists: adding unwraps
-    # the constants of the second list, and then refuses None.
+    # Triton accepts the roles only as a list in the call. In a sum of lists it would unwrap the
+    # constants of the second list, and then refuse None.
     if C.consumers == 1 and C.WORDS is None:
         gl.warp_specialize(
             [(consume, (sums, EPILOGUE, OF, OF_2, 0, C)), (produce, (loads, C))],

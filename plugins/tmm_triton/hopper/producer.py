@@ -29,8 +29,8 @@ def _load(
     a_desc, b_desc, strides, ring, barriers, sizes, tile, first, last, stage, phase,
     FRESH: gl.constexpr, PARTS: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
-    """Request the tile's k-steps from ``first`` up to ``last``, each when its stage is free, or
-    FRESH, when no stage was used yet; returns the ring position after them. PARTS are the operands
+    """Request the tile's k-steps from ``first`` up to ``last``, each when its stage is free; if
+    FRESH, no stage was used yet. Return the ring position after them. PARTS are the operands
     requested: ``"ab"``, or ``"b"`` and then, for the same stages, ``"a"``."""
     a_ring, b_ring = ring
     full, empty = barriers
@@ -112,7 +112,7 @@ def prime(
 @jit
 def prefetch(pointer, stride, strides, sizes, C: gl.constexpr):
     """Prefetch b's part of the first k-steps into L2. A prefetch returns no data, and L2 is
-    coherent for all SMs: if the previous launch is still writing b, the loads after ``gdc_wait``
+    coherent for all SMs. If the previous launch is still writing b, the loads after ``gdc_wait``
     read what it wrote."""
     _, N, K, _, _, _ = sizes
     tile, first, last = _first(sizes, C)

@@ -68,8 +68,8 @@ def _tiles(sizes, C: gl.constexpr):
 
 @jit
 def work_of(sizes, C: gl.constexpr):
-    """A block's work: the number of units, whether the first is part of a tile, which tile, its
-    first and last k-step, and the k-steps of a whole tile."""
+    """A block's work: the number of units and the k-steps of a whole tile. Also whether the first
+    unit is part of a tile, which tile, and its first and last k-step."""
     steps = gl.cdiv(sizes[2], C.BLOCK_K)
     blocks = gl.num_programs(0)
     tiles = _tiles(sizes, C)
@@ -124,8 +124,8 @@ def unit_at(index, work, sizes, C: gl.constexpr):
 
 @jit
 def descriptor_index(matrix, stride, KIND: gl.constexpr):
-    """The matrix's index in its descriptor: TMA does not support a stride of zero, so the
-    descriptor of a matrix that the whole batch shares holds it alone."""
+    """The matrix's index in its descriptor. TMA does not support a stride of zero, so the
+    descriptor of a matrix that the whole batch shares holds only this matrix."""
     return gl.where(stride == 0, 0, matrix) if KIND == "stack" else matrix
 
 

@@ -40,8 +40,8 @@ from tmm_triton.pdl import with_early
 _Tile = tuple[str, int, int, int, int, int]
 #: Each was the fastest of all for some problem on an H200, unless noted.
 _TILES: tuple[_Tile, ...] = (
-    # The epilogue overlaps the other consumer's main loop: 2 to 7 % faster than the next tile for
-    # costly epilogues or a short K, under sustained load at the power limit.
+    # The epilogue overlaps the other consumer's main loop. Under sustained load at the power limit
+    # this is 2 to 7 % faster than the next tile, for costly epilogues or a short K.
     ("pingpong", 2, 4, 128, 128, 64),
     # 128×256 is needed to multiply at full rate with L2's bandwidth. 192×256 needs a quarter less
     # and fits other sizes into one wave (2304³: 108 tiles, not 162).
@@ -174,8 +174,8 @@ def _configs(problem: Problem, limited: bool) -> tuple[WarpSpecializedConfig, ..
     tried = _TILES_STREAMED if streams(problem) else _TILES_TRIED
     ranked = best(fitting + cut, tried)
     if problem.batch_invariant:
-        # Parts of K are another reduction order, and each M needs candidates of all orders: parts
-        # split among blocks if there are few tiles, else summed one after the other.
+        # Parts of K are another reduction order, and each M needs candidates of all orders. Blocks
+        # share the parts if there are few tiles; else they are summed one after the other.
         ranked = best(fitting, tried) + best(cut, _CUT_TRIED)
         for count in reduction_order.equal_splits(problem):
             ranked += by_estimate(_ranged(problem, fitting, count))[:_RANGED_TRIED]
@@ -327,9 +327,9 @@ def _ranged(
 
 
 def _tail_splits(problem: Problem, config: WarpSpecializedConfig) -> int:
-    """Parts along K to split the tiles of the last wave into: as many as there are SMs for, and
-    long enough to be worth adding. One if 160 registers hold hardly more than the accumulators, or
-    the tile is two products, whose parts have no place in the workspace."""
+    """The number of parts along K of each tile in the last wave: as many as SMs allow, each long
+    enough to be worth adding. One if 160 registers hold hardly more than the accumulators, or the
+    tile is two products, whose parts have no place in the workspace."""
     if config.narrow or (config.consumers == 3 and config.accumulators > 64):
         return 1
     longest = max(1, problem.k // _LEAST_PART)

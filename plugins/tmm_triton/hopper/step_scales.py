@@ -15,8 +15,8 @@ from tmm_triton.hopper.scheduler import tile_at, unit_at
 
 @jit
 def _of_columns(grid, matrix, column, end, known, C: gl.constexpr):
-    """Addresses of the scales of a product's columns at the first step, and which of them exist:
-    one address if all columns share a scale, else one per thread."""
+    """Addresses of the scales of a product's columns at the first step, and which of them exist.
+    One address if all columns share a scale, else one per thread."""
     pointer, stride_z, stride_n, _ = grid
     if C.b_kind == "stack":
         pointer += matrix * stride_z

@@ -51,7 +51,7 @@ def _scaled(z, factors, matrix, row, column, M, end, LAYOUT: gl.constexpr, C: gl
 
 @jit
 def bias_of(bias, matrix, column, end, STRIPS: gl.constexpr, C: gl.constexpr):
-    """The bias of STRIPS strips, one value per thread: each thread needs a quarter of all values,
+    """The bias of STRIPS strips, one value per thread. Each thread needs a quarter of all values,
     and gets them through shared memory when it reaches that strip."""
     pointer, stride, stride_z = bias
     if C.RAGGED is not None:
@@ -264,8 +264,8 @@ def store_tile(
                 x = x + buffer.load(LAYOUT).to(gl.float32)
                 _store_outputs(x, i, row, at, corner, port, sizes, LAYOUT, OF, OF_2, C)
             else:
-                # The store that last used this buffer has read it: the one before the last, or
-                # after a tile of an odd number of strips the last.
+                # The store that last used this buffer has read it. It is the one before the last,
+                # or the last after a tile with an odd number of strips.
                 store_wait(0 if i == 0 and SUBTILES % BUFFERS else BUFFERS - 1)
             buffer.store(x.to(c_desc.dtype))
             fence_async_shared()

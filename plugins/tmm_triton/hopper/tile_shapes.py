@@ -54,8 +54,8 @@ def steps(problem: Problem, config: WarpSpecializedConfig) -> int:
 
 
 def tail_tiles(problem: Problem, config: WarpSpecializedConfig) -> int:
-    """The number of tiles that ``tail_splits`` splits, which come first: the tiles of an incomplete
-    wave, rounded up to whole columns of tiles if rows of tiles overlap."""
+    """The number of tiles that ``tail_splits`` splits, which come first. They are the tiles of an
+    incomplete wave, rounded up to whole columns of tiles if rows of tiles overlap."""
     tail = tile_count(problem, config) % problem.device.sm_count
     rows = tile_rows(problem, config)
     return -(-tail // rows) * rows if _overlaps(problem.m, config.BLOCK_M) else tail

@@ -54,11 +54,11 @@ Or it may prefetch them into L2, which is always safe.
 
 A finished tile is written strip by strip through staging buffers, by TMA where TMA can write it,
 else by pointers. The residual is loaded into the same buffers during the main loop. When it was
-read by pointers after the tile was done, it doubled the time of 8192×4096×512. If an auxiliary
-output has a number per row, each strip stores one number per row in the workspace, and a second
-launch reduces these numbers. Outputs with groups of columns are stored strip by strip too; a strip
-then has whole groups. A batch is a third dimension of all tensor maps and of the tile scheduler.
-Groups of different sizes are scheduled and described by :mod:`tmm_triton.ragged_tiles`.
+read by pointers after the tile was done, it doubled the time of 8192×4096×512. For an auxiliary
+output with a number per row, each strip stores one number per row in the workspace. A second launch
+reduces these numbers. Outputs with groups of columns are stored strip by strip too; a strip then
+has whole groups. A batch is a third dimension of all tensor maps and of the tile scheduler. Groups
+of different sizes are scheduled and described by :mod:`tmm_triton.ragged_tiles`.
 
 Sums of 8-bit floats are added in fp32 after each k-step, since the tensor cores keep some 14 bits.
 Scales of blocks along K multiply them there; other scales multiply the finished tile.

@@ -102,8 +102,8 @@ def judge(program: Path, variant: Variant, tool: str) -> Verdict:
 
 
 def hazards(config: int) -> tuple[str, int, list[int]]:
-    """Return the kernel's config of this index, the number of hazards that racecheck reports on the
-    bytes of Triton's dispatch, and the addresses of all other hazards.
+    """Return the kernel's config of this index and racecheck's hazards: their number on the bytes
+    of Triton's dispatch, and the addresses of all others.
 
     Raises:
         UnavailableError: compute-sanitizer is missing or does not run on this machine.

@@ -1,4 +1,4 @@
-"""HQQ in 4 bits: a byte's high bits hold a number of the first half of the weight, its low bits one
+"""HQQ in 4 bits. A byte's high bits hold a number of the first half of the weight, its low bits one
 of the second half."""
 
 from __future__ import annotations

@@ -20,8 +20,8 @@ T = TypeVar("T")
 
 @contextmanager
 def usage(what: str = "", *kinds: type[Exception]) -> Iterator[None]:
-    """A context that turns some errors into a UsageError about ``what``, an option or a file: a
-    ValueError, JSON that is nested too deeply, and errors of these ``kinds``."""
+    """A context that turns some errors into a UsageError about ``what``, an option or a file. They
+    are ValueError, JSON that is nested too deeply, and these ``kinds``."""
     mistakes: tuple[type[Exception], ...] = (ValueError, RecursionError, *kinds)
     try:
         yield

@@ -36,8 +36,8 @@ from tmm_core.verify.verifier import Verifier
 REPEATS = 120
 
 #: Statuses that count as faults. "unknown" could not be checked. Others: "ok"; "blas" needs no
-#: verification; "stale" is for a kernel or epilogue that has changed since, or that is not
-#: installed any more: the record answers no call.
+#: verification; "stale" is a record that answers no call, because its kernel or epilogue has
+#: changed or is not installed any more.
 FAULTS = ("wrong", "failed", "unknown")
 #: The summary's words for each status.
 _SAYS = {
@@ -89,8 +89,8 @@ class Winner:
 
 
 def answering(store: CacheStore, device: DeviceFingerprint) -> list[Summary[TuningRecord]]:
-    """The store's records that would answer on ``device``: the user's own, and records of lower
-    layers that no higher layer hides, or the lock file's if it alone answers."""
+    """The store's records that would answer on ``device``. They are the user's own and those of
+    lower layers that no higher layer hides, or the lock file's if it alone answers."""
     found: dict[str, Summary[TuningRecord]] = {}
     environment = digest(device.environment)
     for entry in store.summaries(device.gpu):

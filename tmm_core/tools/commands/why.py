@@ -100,7 +100,7 @@ def occupancy(device: DeviceFingerprint, used: Resources) -> dict[str, Any]:
 
 def _recorded_us(explanation: Explanation, kernel: str, config: Any = None) -> float | None:
     """Return the recorded time of a kernel with this config, or with its first one, at this M or at
-    the record's own; None if there is none."""
+    the record's own. None if there is none."""
     record = explanation.record
     if record is None:
         return None
