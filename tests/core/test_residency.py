@@ -92,10 +92,16 @@ def test_blocks_ask_for_their_share_of_an_sm(install: Any) -> None:
     assert driver.set == {8: 7 * 1024, 9: 3}
 
 
+def test_l1_gets_what_the_blocks_that_fit_do_not_need(install: Any) -> None:
+    driver, kernel = install(Driver(2)), _kernel(5000)
+    residency.spread(kernel, 0, 9)
+    assert kernel.packed_metadata == (8, 1, 7 * 1024)
+    assert driver.set == {8: 7 * 1024, 9: 7}  # 16 KiB
+
+
 @pytest.mark.parametrize(
     ("driver", "kernel", "resident"),
     [
-        (Driver(2), _kernel(4096), 2),  # no more fit
         (Driver(4, status=1), _kernel(4096), 1),  # an error
         (None, _kernel(4096), 1),
         (Driver(4), _kernel(4096, packed=(8, 1, 4096, 0)), 1),  # of another release

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import os
 import subprocess
 import sys
@@ -93,8 +94,7 @@ def test_builds_equal_the_compilations_of_bind(
         self: Launch, fn: Any, types: Mapping[str, str], constants: Any, *,
         device: torch.device, divisible: Any = None, blocks: int | None = None, **options: Any,
     ) -> None:  # fmt: skip
-        assert bool(blocks) == options.get("launch_pdl", False)
-        bound.append(described(fn, types, constants, divisible, options))
+        bound.append((described(fn, types, constants, divisible, options), blocks))
         initialise(self, fn, types, constants, device=device, divisible=divisible, **options)
 
     monkeypatch.setattr(Launch, "__init__", recorded)
@@ -106,7 +106,10 @@ def test_builds_equal_the_compilations_of_bind(
             bound.clear()
             kernel.bind(problem, config)
             builds = [
-                described(b.fn, b.types, b.constants, b.divisible, b.options)
+                (
+                    described(b.fn, b.types, b.constants, b.divisible, b.options),
+                    math.prod(b.grid) if b.spreads else None,
+                )
                 for b in kernel.builds(problem, config)
             ]
             assert sorted(map(repr, builds)) == sorted(map(repr, bound)), (

@@ -72,6 +72,16 @@ def test_loading_early_is_proposed_to_who_gave_the_word(kernel: Any) -> None:
         ) == plain  # fmt: skip
 
 
+@pytest.mark.parametrize("kernel", KERNELS[1:], ids=lambda kernel: kernel.name)
+def test_only_blocks_that_wait_before_they_load_are_spread(kernel: Any) -> None:
+    by_early: dict[str, set[bool]] = {}
+    for config in kernel.configs(SAID):
+        main, *adding = kernel.builds(SAID, config)
+        by_early.setdefault(config.early, set()).add(main.spreads)
+        assert not any(build.spreads for build in adding)
+    assert by_early == {"": {False}, "wait": {True}, "b": {False}}
+
+
 @pytest.mark.parametrize(
     "change", [{"cuda": "hip-6.4"}, {"capability": (8, 9)}, {"type": "cpu", "cuda": ""}]
 )

@@ -1,9 +1,15 @@
 """Spreads the blocks of a launch that overlaps the previous one evenly over the SMs.
 
-Blocks of such a launch start while the previous launch runs. If that occupies whole SMs and leaves
-some idle, as many blocks as fit crowd on the idle ones, and take long. On an H200
-``triton.skinny`` with 128 blocks took up to 20.6 µs after a Hopper kernel on 128 of 132 SMs, and
-12.8 since each SM holds one block (``benchmarks/results/h200/crowded_launches.txt``).
+Blocks of such a launch start while the previous launch runs. If nothing is done, two things slow
+them down, which no chain of equal launches shows:
+
+* As many blocks as fit crowd on the SMs that the previous launch leaves idle.
+* An SM divides one memory into shared memory and L1. If it is not told how, it keeps the division
+  of the previous launch. A Hopper kernel leaves 28 of 256 KiB to L1, too few for a kernel that
+  loads weights straight into registers.
+
+After a Hopper kernel on an H200, products of one to 16 rows took up to 1.8 times as long as they do
+now (``benchmarks/results/h200/crowded_launches.txt``).
 """
 
 from __future__ import annotations
@@ -52,8 +58,9 @@ def even_share(blocks: int, device: int) -> int:
 
 
 def spread(compiled: CompiledKernel, device: int, resident: int) -> None:
-    """Let at most ``resident`` blocks of a loaded kernel be on an SM at a time, if more would fit.
-    Nothing changes if the driver or the release of Triton cannot do it."""
+    """Let at most ``resident`` blocks of a loaded kernel be on an SM at a time, and leave to L1
+    what their shared memory does not need. Nothing changes if the driver or the release of Triton
+    cannot do it."""
     driver = _driver()
     packed: Any = getattr(compiled, "packed_metadata", ())
     meta = compiled.metadata
@@ -64,8 +71,8 @@ def spread(compiled: CompiledKernel, device: int, resident: int) -> None:
         ctypes.byref(fitting), function, 32 * meta.num_warps, ctypes.c_size_t(meta.shared)
     )
     most = torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
-    found = share(meta.shared, resident, most)
-    if status or fitting.value <= resident or found is None:
+    found = share(meta.shared, max(1, min(resident, fitting.value)), most)
+    if status or found is None:
         return
     each, capacity = found
     # The driver takes the least capacity that is not below this share in percent.
