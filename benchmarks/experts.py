@@ -1,9 +1,9 @@
 """A layer of experts of Transformers by torch's grouped product and by tmm.
 
-The same module, weights and routing each time; only ``experts_implementation`` differs. The whole
-layer behind the router is timed: sorting tokens by expert, gathering, both products, the gate,
-weighing and adding. ``--training`` adds the gradients of tokens, weights and scores. ``--weights``
-rounds tmm's copy of the weights. On a GPU the layer is captured and replayed, interleaved::
+Module, weights and routing are the same; only ``experts_implementation`` differs. The whole layer
+after the router is timed: sorting tokens by expert, gathering, both products, the gate, weighting
+and adding. ``--training`` adds the gradients of tokens, weights and scores. ``--weights`` rounds
+tmm's copy of the weights. On a GPU the layer is captured and replayed, interleaved::
 
     python benchmarks/experts.py --json experts.json
     python benchmarks/experts.py --weights int4 --tokens 1 16 64 512 8192
@@ -95,8 +95,9 @@ def exact(experts: Any, given: tuple[Tensor, Tensor, Tensor]) -> Tensor:
 def measure(
     name: str, tokens: int, device: torch.device, training: bool, weights: str | None
 ) -> dict[str, Any]:
-    """µs of the layer by both ways, and the root mean square errors of its result; with
-    ``training``, µs of the result and all gradients. tmm's weights are rounded to ``weights``."""
+    """Return µs of the layer by torch and by tmm, and the root mean square errors of its result.
+    With ``training``, µs of the result and all gradients. tmm's weights are rounded to
+    ``weights``."""
     experts = own = layer(name, device)
     if weights is not None:
         own = convert(copy.deepcopy(experts), weights=weights).model

@@ -1,4 +1,4 @@
-"""A kernel, a timer and a device small enough to read at a glance; no GPU, no Triton."""
+"""A fake kernel, timer and device, without a GPU or Triton."""
 
 from __future__ import annotations
 

@@ -153,7 +153,7 @@ def test_a_part_of_core_imports_from_lower_layers_only() -> None:
     assert not upward_imports(graph)
 
 
-def test_an_import_upwards_is_seen() -> None:
+def test_an_upward_import_is_detected() -> None:
     up = {"tmm_core.launch.warm": {"tmm_core.spec.problem", "tmm_core.dispatch.dispatcher"}}
     assert upward_imports(up) == [
         "tmm_core.launch.warm (layer 2) imports tmm_core.dispatch.dispatcher (layer 6)"
@@ -195,7 +195,7 @@ def test_no_call_imports_a_pool_of_processes_or_threads() -> None:
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_no_imports_go_round(package: str) -> None:
+def test_imports_have_no_cycle(package: str) -> None:
     graph = {name: targets - {name} for name, targets in modules(package).items()}
     list(graphlib.TopologicalSorter(graph).static_order())  # raises CycleError
 
@@ -255,7 +255,7 @@ def test_no_handler_swallows_a_signals_exception() -> None:
 
 
 @pytest.mark.parametrize("handler", ["except OSError:", "except (KeyError, ValueError) as e:"])
-def test_a_handler_that_swallows_is_seen(handler: str) -> None:
+def test_a_handler_that_swallows_is_detected(handler: str) -> None:
     source = f"def f():\n    try:\n        g()\n    {handler}\n        "
     assert swallowed(f"{source}return 1")
     assert not swallowed(f"{source}reraise(e)\n        return 1")
@@ -270,7 +270,7 @@ def test_a_file_name_is_used_once() -> None:
 
 
 def test_scales_belong_to_operands() -> None:
-    """Only the calls that take them beside their tensors, torch's own among them, name them."""
+    """Only calls that take scales as arguments of their own, such as torch's, name them."""
     calls = {"api.py", "grouped.py", "interop/aten_calls.py", "spec/arguments.py"}
     core = PACKAGES["tmm_core"]
     paths = [path for folder in PACKAGES.values() for path in folder.rglob("*.py")]

@@ -24,16 +24,16 @@ def pairs(cases: list[dict[str, Any]]) -> set[Any]:
     return {pair for case in cases for pair in itertools.combinations(case.items(), 2)}
 
 
-def test_few_cases_have_every_pair() -> None:
+def test_a_few_cases_cover_every_pair() -> None:
     chosen = covering(CASES, dict)
     assert pairs(chosen) == pairs(CASES)
-    # Three by three is the most of two fields, and one of these pairs there is not.
+    # The two largest fields have three values each, and one of their pairs does not occur.
     assert 8 <= len(chosen) <= 10 < len(CASES)
     assert all(case in CASES for case in chosen)
     assert chosen == covering(CASES, dict)
 
 
-def test_shares_are_all_of_the_cases() -> None:
+def test_shares_together_are_all_cases() -> None:
     shares = [share(range(10), place, 3) for place in range(3)]
     assert shares == [[0, 3, 6, 9], [1, 4, 7], [2, 5, 8]]
     assert share(range(10), 4, 3) == shares[1]

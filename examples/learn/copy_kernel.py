@@ -1,4 +1,4 @@
-"""A copy kernel with a bug that appears only with several blocks; docs/learn.md looks for it."""
+"""A copy kernel with a bug that appears only with several blocks; docs/learn.md finds it."""
 
 import sys
 

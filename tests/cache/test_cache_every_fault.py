@@ -231,7 +231,7 @@ def test_a_death_at_any_call_loses_nothing_that_was_acknowledged(
 
 
 def run_deaths(name: str, prepared: Path, copy: Path) -> int:
-    """How many deaths there were."""
+    """Return the number of deaths."""
     n, deaths = 1, 0
     while n < MOST_CALLS:
         root = restored(prepared, copy)
@@ -265,7 +265,7 @@ def quiet(name: str, root: Path, acknowledge: Acknowledge) -> None:
     SCENARIOS[name](root, acknowledge)
 
 
-def test_the_faults_are_felt(prepared: Path, tmp_path: Path) -> None:
+def test_injected_faults_take_effect(prepared: Path, tmp_path: Path) -> None:
     """The layer of faults works: a write that should fail fails, and a torn write is torn."""
     root = restored(prepared, tmp_path / "copy")
     path = root / "file"

@@ -74,7 +74,7 @@ def test_one_record_is_removed_by_the_beginning_of_its_digest(filled: CacheStore
     assert not lock.exists()
 
 
-def test_notes_go_with_everything(filled: CacheStore, capsys: Captured) -> None:
+def test_clearing_everything_removes_notes(filled: CacheStore, capsys: Captured) -> None:
     for name in ("able", "triton"):
         Notes(name, None, filled.root).add("x", 1)
     (filled.root / "notes" / "mine.txt").write_text("")

@@ -277,7 +277,7 @@ def looks(
 ) -> int:
     """Serve until idle, and return the number of looks. A look takes a second; the host ends after
     three idle ones. At each look the next event happens: a function, or ``None``."""
-    monkeypatch.setattr(pool_host, "_LOOK", 1.0)
+    monkeypatch.setattr(pool_host, "_CHECK_INTERVAL", 1.0)
     monkeypatch.setattr(pool_host, "IDLE_LIMIT", 3.0)
     count = 0
 

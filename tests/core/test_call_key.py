@@ -124,7 +124,7 @@ def shifted(t: Tensor) -> Tensor:
 
 
 def padded(t: Tensor) -> Tensor:
-    """Equal to it, in rows, or of a vector elements, that do not follow each other."""
+    """Equal to it, with gaps between rows, or between the elements of a vector."""
     if t.dim() == 1:
         return torch.empty(2 * len(t), dtype=t.dtype)[::2].copy_(t)
     wide = torch.empty(*t.shape[:-1], t.shape[-1] + 16, dtype=t.dtype)
@@ -277,7 +277,7 @@ CASES = [*tensor_cases(), *value_cases()]
 
 
 def make(call: Call) -> None:
-    """Make one call and hold it against the expression."""
+    """Make one call and compare its result with the expression."""
     out = call.get("out")
     given = {name: value for name, value in call.items() if value is not None}
     if out is not None:

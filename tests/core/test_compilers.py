@@ -394,7 +394,7 @@ def test_a_program_with_python_in_it_is_not_started_again(
 @pytest.mark.slow
 def test_an_unused_server_ends(installed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     patch = "import tmm_core.tuning.pool_host as s\n"
-    patch += "s.IDLE_LIMIT = 0.2\ns._LOOK = 0.1\ns.main()\n"
+    patch += "s.IDLE_LIMIT = 0.2\ns._CHECK_INTERVAL = 0.1\ns.main()\n"
     monkeypatch.setattr(compile_pool, "_program", lambda folder: ["-c", patch])
     made = Compilers(workers=1)
     assert reason(made.submit(problem(), candidate(installed.kernel, 5))).startswith("ValueError")

@@ -21,7 +21,7 @@ Tensor = torch.Tensor
 
 
 class Odd(BaseException):
-    """No ``Exception``, as pytest's ``Failed`` and Trio's ``Cancelled``."""
+    """A ``BaseException``, like pytest's ``Failed`` and Trio's ``Cancelled``."""
 
 
 KINDS = [SystemExit, Odd, GeneratorExit, ValueError, StopIteration]
@@ -55,7 +55,9 @@ CALLS: dict[str, Callable[[Epilogue], Any]] = {
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("call", CALLS)
-def test_of_a_reference(call: str, kind: type[BaseException]) -> None:
+def test_an_exception_of_a_reference_reaches_the_caller(
+    call: str, kind: type[BaseException]
+) -> None:
     """Also from a chain and from an output, and in a second call, whose plan is known."""
     ends = Epilogue("ends", raising(kind))
     output = Epilogue("kept", lambda z: z, outputs=(Port("mine", "tile", of=raising(kind)),))
@@ -70,7 +72,9 @@ def test_of_a_reference(call: str, kind: type[BaseException]) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["derivative", "output_vjp"])
-def test_of_a_derivative(name: str, kind: type[BaseException]) -> None:
+def test_an_exception_of_a_derivative_reaches_the_caller(
+    name: str, kind: type[BaseException]
+) -> None:
     epilogue = Epilogue("sine", torch.sin, **{name: raising(kind)})  # type: ignore[arg-type]
     with pytest.raises(kind, match="mine"):
         with_gradient(epilogue)

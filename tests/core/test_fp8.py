@@ -138,7 +138,7 @@ def test_scales_are_read_at_every_call() -> None:
         close(tmm_core.matmul(a, b, scale_a=scale.mul_(factor)), exact(a, b, scale))
 
 
-def test_nothing_to_sum() -> None:
+def test_a_product_without_terms_is_the_bias() -> None:
     result = tmm_core.matmul(
         eight_bit(3, 0), eight_bit(0, 4), scale_a=torch.ones(3, 1), bias=torch.ones(4)
     )
@@ -179,7 +179,7 @@ def test_scales_are_for_8_bits() -> None:
         tmm_core.matmul(A, b)
 
 
-def test_a_plan_wants_the_scales_it_was_made_for() -> None:
+def test_a_plan_takes_only_the_scales_it_was_made_for() -> None:
     scale = torch.ones(8, 1)
     planned = tmm_core.plan(A, B, scale_a=scale)
     for given in ({}, {"scale_b": scale}, {"scale_a": torch.ones(())}):
@@ -197,13 +197,13 @@ def test_products_of_8_bit_floats_have_no_derivative() -> None:
             result.sum().backward()
 
 
-def test_autocast_leaves_8_bits_alone() -> None:
+def test_autocast_does_not_convert_8_bit_operands() -> None:
     scale = torch.rand(8, 1) + 0.5
     with torch.autocast("cpu", dtype=torch.float16):
         close(tmm_core.matmul(A, B, scale_a=scale), exact(A, B, scale))
 
 
-def test_compiled_and_fake() -> None:
+def test_compiled_and_fake_calls() -> None:
     scale = torch.rand(8, 1) + 0.5
     compiled = torch.compile(
         lambda a, b, s: tmm_core.matmul(a, b, scale_a=s, epilogue="relu"),
@@ -217,7 +217,7 @@ def test_compiled_and_fake() -> None:
 
 
 def test_other_problems_keep_their_keys() -> None:
-    """Records were kept before there were scales."""
+    """Records from before there were scales are still found."""
     plain = tmm_core.problem(torch.ones(4, 8), torch.ones(8, 4))
     assert "scale" not in plain.to_json()["a"]
     problem = tmm_core.problem(A, B, scale_a=torch.ones(8, 1))
@@ -258,7 +258,7 @@ def test_inputs_to_measure_with() -> None:
         assert torch.allclose(instance.epilogue.apply(product), expected, rtol=1e-12)
 
 
-def test_vmapped() -> None:
+def test_vmap() -> None:
     a, b = (torch.randn(3, 5, 16).to(E4M3), torch.randn(4, 16, 8).to(E4M3))
     scale_a, scale_b = torch.rand(3, 5, 1) + 0.5, torch.rand(4, 1, 8) + 0.5
 

@@ -105,7 +105,7 @@ def close(y: Tensor, expected: Tensor, dtype: torch.dtype = BF16) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_torchs_shapes(form: str) -> None:
+def test_results_have_torchs_shapes(form: str) -> None:
     """Shapes that torch's operator takes and gives, by its rules for tensors without memory."""
     call = made(form)
     meta = {name: t.to("meta") for name, t in call.items() if t is not None}
@@ -225,7 +225,7 @@ def test_products_of_8_bit_floats_have_no_derivative() -> None:
             y.sum().backward()
 
 
-def test_as_an_operator() -> None:
+def test_the_operator_passes_torchs_checks() -> None:
     call = made("m")
     with torch.autocast("cpu", dtype=torch.float16):
         close(tmm_core.grouped_matmul(**call), expression(**call))

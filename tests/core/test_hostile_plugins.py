@@ -350,7 +350,7 @@ def resized(right: Any, *given: Any) -> Any:
     return right(*given) if given[-1] is None else given[-1].resize_(3)
 
 
-def resized_in_vain(right: Any, *given: Any) -> Any:
+def resized_and_raising(right: Any, *given: Any) -> Any:
     if given[-1] is not None:
         given[-1].resize_(300, 300)
         raise RuntimeError("resized")
@@ -369,7 +369,7 @@ LAUNCHES: dict[str, Callable[..., Any]] = {
     "launch raises tmm's CacheMissError": raises(tmm_core.CacheMissError),
     "launch raises tmm's SettingsError": raises(tmm_core.SettingsError),
     "launch resizes its out": resized,
-    "launch resizes its out and raises": resized_in_vain,
+    "launch resizes its out and raises": resized_and_raising,
     "launch transposes its out": turned,
     "launch gives None": gives(None),
     "launch gives a number": gives(3.0),

@@ -52,7 +52,7 @@ def step(line: progress.Progress, now: list[float], count: int, shown: bool | No
         *((False, True, True), (False, None, False), (False, False, False)),
     ],
 )
-def test_where_it_is_shown(
+def test_progress_is_shown_in_terminals_or_on_request(
     monkeypatch: pytest.MonkeyPatch, now: list[float], terminal: bool, shown: Any, seen: bool
 ) -> None:
     made = stream(monkeypatch, terminal)
@@ -61,7 +61,7 @@ def test_where_it_is_shown(
 
 
 def test_nothing_is_shown_of_short_steps(monkeypatch: pytest.MonkeyPatch, now: list[float]) -> None:
-    """Short steps never add up, but the short tunings of one step do."""
+    """Times of short steps are not added up, but those of short tunings in one step are."""
     made, line = stream(monkeypatch, True), progress.Progress()
     for _ in range(100):
         with line.of("64×64×64", True) as tick:
@@ -105,7 +105,7 @@ def test_a_closed_stream_costs_nothing(monkeypatch: pytest.MonkeyPatch, now: lis
     step(progress.Progress(), now, 2, True)
 
 
-def test_calls_show_it(
+def test_calls_show_progress(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(progress, "SILENCE", 0.0)

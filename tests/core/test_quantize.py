@@ -37,7 +37,9 @@ def close(found: Tensor, expected: Tensor) -> None:
 @pytest.mark.parametrize("name", ERROR)
 @pytest.mark.parametrize("dtype", [BF16, torch.float16, torch.float32])
 @pytest.mark.parametrize("lead", [(), (3,)])
-def test_values_are_near(name: str, dtype: torch.dtype, lead: tuple[int, ...]) -> None:
+def test_values_are_within_half_a_code_distance(
+    name: str, dtype: torch.dtype, lead: tuple[int, ...]
+) -> None:
     """The error is at most half the distance between two codes of the group."""
     form = formats.named(name)
     weight = torch.randn(*lead, 67, 512).to(dtype)

@@ -172,9 +172,11 @@ def test_turns_do_not_end_because_another_thread_is_busy(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("most", [1, 2, 3])
-def test_turns_end_after_so_many_waits_in_vain(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+def test_turns_end_after_some_unsuccessful_waits(
+    monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
     monkeypatch.setattr(two_threads, "_WAITS", 0)
-    monkeypatch.setattr(two_threads, "_MOST_VAIN", most)
+    monkeypatch.setattr(two_threads, "_MOST_UNSUCCESSFUL", most)
     turns = Turns()
     for count in range(1, most + 1):
         assert not turns.over

@@ -472,7 +472,7 @@ ENVIRON = [
         "if not (own or issubclass(type(error), Exception)):",
         "if not issubclass(type(error), Exception):",
         "sys.exit in a call's epilogue is said to be BLAS's fault, except with gradients",
-        (f"{EXCEPTIONS}::test_of_a_reference",),
+        (f"{EXCEPTIONS}::test_an_exception_of_a_reference_reaches_the_caller",),
     ),
     Mutant(
         "epilogue-exits-verified",

@@ -405,7 +405,7 @@ GROUPED = [
         "version_with(self.own_version, [self.inner])",
         "version_with(self.own_version, [])",
         "records outlive the inner kernel that they timed",
-        ("tests/plugins/test_gathered.py::test_its_version_is_that_of_both",),
+        ("tests/plugins/test_gathered.py::test_its_version_covers_both_kernels",),
     ),
     Mutant(
         "grouped-not-followed",

@@ -111,8 +111,8 @@ POOL = [
     Mutant(
         "pool-idle-with-work",
         "tuning/pool_host.py",
-        "idle = 0.0 if self._running or readable else idle + _LOOK",
-        "idle = 0.0 if readable else idle + _LOOK",
+        "idle = 0.0 if self._running or readable else idle + _CHECK_INTERVAL",
+        "idle = 0.0 if readable else idle + _CHECK_INTERVAL",
         "a pool ends while a job runs",
         (f"{PARTS}::test_a_host_serves_until_it_is_unused",),
     ),

@@ -1,4 +1,4 @@
-"""Survivors of samples that were drawn after all others."""
+"""Mutants that survived the last random samples, until a test was added."""
 
 from __future__ import annotations
 

@@ -354,7 +354,7 @@ SAMPLED = [
            "if problem.residual.aligned and problem.n % 8 == 0:",
            "if problem.residual.aligned:",
            "pairs of a residual are loaded beyond the end of its rows",
-           ("tests/plugins/test_warp_specialized.py::test_arguments_promised_divisible_are",)),
+           ("tests/plugins/test_warp_specialized.py::test_arguments_declared_divisible_are",)),
     Mutant("sampled-fused-child", "nn/fused.py",
            "if children.get(name) is None:\n                return False",
            "if children.get(name) is None:\n                return True",

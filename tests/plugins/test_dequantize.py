@@ -242,7 +242,7 @@ ROWS_OF_8_BITS = {
 def test_scales_of_rows_are_folded_into_values(
     of: str, batch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a GPU the result needs no pass in fp32. Here torch stands in for the kernel."""
+    """On a GPU this saves the result a pass in fp32. Here torch stands in for the kernel."""
     a, b = ROWS_OF_8_BITS[of]
     calls = []
 

@@ -98,7 +98,7 @@ def test_the_inner_problem_and_its_time() -> None:
     assert 2 * copied / 4.8e6 < more < 2 * copied / 3e6
 
 
-def test_its_version_is_that_of_both(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_its_version_covers_both_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     before = Gathered().version
     monkeypatch.setattr(WarpSpecialized, "version", "another")
     assert Gathered().version != before

@@ -1,4 +1,4 @@
-"""A stranger's plugin, built and installed as strangers install, comes and goes.
+"""A third party's plugin is built, installed, used and uninstalled.
 
 Runs in an environment of its own. It has wheels of tmm and of the example, this environment's
 torch, Triton and pytest, and no editable tmm.

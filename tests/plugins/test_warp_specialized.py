@@ -348,7 +348,7 @@ def test_strides_have_64_bits_where_32_may_not_hold_them(
     assert (types["out_stride"], types["residual_stride_m"]) == tuple(f"i{each}" for each in bits)
 
 
-def test_arguments_promised_divisible_are() -> None:
+def test_arguments_declared_divisible_are() -> None:
     """Then fp32 residuals are loaded 16 bytes at a time, and 16 values of 8 bits are stored at
     once."""
     amax = Port("amax", "group", group=64, **ABSOLUTE)  # type: ignore[arg-type]
@@ -1084,7 +1084,7 @@ def test_tritons_cache_key_changes_with_the_code_of_properties() -> None:
     assert hashlib.sha256(files).hexdigest()[:12] == constants.SOURCE
 
 
-def test_words_have_one_box() -> None:
+def test_an_operand_loaded_by_words_has_one_box() -> None:
     with pytest.raises(ValueError, match="loaded by words"):
         computed(0, consumers=2, words="a")
     with pytest.raises(ValueError, match="loaded by words"):
@@ -1265,9 +1265,9 @@ def configs_of(problem: Problem, which: str) -> list[WarpSpecializedConfig]:
 
     ``"all"``: every tile of one product, and for each kind one config that cuts its tail and one
     that splits K. ``"pairs"``: pairs of these fields. ``"tiles"``: large tiles, which may not fit
-    the registers. ``"beside 0"`` to ``"beside 2"``: a third of the tiles of two products.
-    ``"largest"``: the largest tile of each kind. ``"some"``: the best guess of each kind, ``"some
-    0"`` and ``"some 1"`` half of them. ``"first"``: the best guess.
+    the registers. ``"narrow 0"`` to ``"narrow 2"``: a third of the tiles of two products.
+    ``"largest"``: the largest tile of each kind. ``"some"``: the best estimate of each kind,
+    ``"some 0"`` and ``"some 1"`` half of them. ``"first"``: the best estimate.
     """
     which, _, place = which.partition(" ")
     tiles = search_space._tiles(problem)
@@ -1277,7 +1277,7 @@ def configs_of(problem: Problem, which: str) -> list[WarpSpecializedConfig]:
     if which == "tiles":
         large = [config for config in fitted if config.BLOCK_M * config.BLOCK_N >= 128 * 128]
         return covering(large, _structure)
-    if which == "beside":
+    if which == "narrow":
         return share([config for config in fitted if config.narrow], int(place), 3)
     if which == "largest":
         return _of_each(sorted(fitted, key=lambda c: (c.BLOCK_M * c.BLOCK_N, c.BLOCK_N)))
@@ -1312,8 +1312,8 @@ def _structure(config: WarpSpecializedConfig) -> dict[str, Any]:
         (problem(layout="nt", dtype=FP16), "some 0"),
         (problem(layout="tn"), "some 1"),
         (problem(layout="tt"), "some 0"),
-        (problem(300, 6144, batch=4, epilogue="silu", bias=BF16), "beside 0"),
-        (problem(300, 6144, layout="nt", residual=Operand(BF16)), "beside 1"),
+        (problem(300, 6144, batch=4, epilogue="silu", bias=BF16), "narrow 0"),
+        (problem(300, 6144, layout="nt", residual=Operand(BF16)), "narrow 1"),
         (problem(dtype=E4M3, out=BF16, scales=("row", "row")), "pairs"),
         (problem(dtype=E4M3, out=BF16, scales=("1x128", "128x128")), "pairs"),
         (problem(dtype=E4M3, out=BF16, scales=("1x128", "1x128")), "largest"),
@@ -1336,7 +1336,7 @@ def test_every_config_compiles_for_hopper(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "layout", "which", "stack"),
-    [(BF16, "nn", "largest", 0), (FP32, "nn", "tiles", 8), (FP32, "nt", "beside 2", 0)],
+    [(BF16, "nn", "largest", 0), (FP32, "nn", "tiles", 8), (FP32, "nt", "narrow 2", 0)],
     ids=str,
 )
 def test_storing_by_pointers_takes_no_more_resources(

@@ -133,12 +133,13 @@ def clock_ratio(document: Document, clock: str) -> float | None:
 
 
 def _noise(found: Document | None) -> str:
-    """The ratio of torch measured twice by another clock, where it was."""
+    """The ratio of torch's two series by another clock; empty if it was not used."""
     return f" (A/A {found[TORCH] / found[AGAIN]:.3f})" if found and AGAIN in found else ""
 
 
 def clocks(results: Results) -> list[tuple[str, ...]]:
-    """Geometric mean and worst of each class by every clock, if another than in use was taken."""
+    """Geometric mean and worst of each class by every clock. Empty if *in use* is the only
+    clock."""
     rows: list[tuple[str, ...]] = []
     for (suite, dtype), documents in by_class(results.measured).items():
         ratios = [[document["ratio"] for document in documents]]
@@ -215,7 +216,7 @@ def _header(results: Results) -> str:
 
 
 def problem_table(documents: Sequence[Document]) -> tuple[list[str], list[list[str]]]:
-    """A column for each quantity that one of these measured problems has, and a row for each."""
+    """A column for each quantity that any of these problems has, and a row for each problem."""
 
     def us(column: str) -> Callable[[Document], str]:
         return lambda document: microseconds(median_us(document, column))

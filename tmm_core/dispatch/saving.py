@@ -53,8 +53,8 @@ def record_times(
 def loses_in_steady_state(host: Lookup, problem: Problem, choice: Choice) -> bool:
     """Whether the record that decided says that the choice takes longer than BLAS in steady state.
 
-    A winner may, by :data:`tmm_core.tuning.ranking.CLOSE`, if it is faster in bursts. The large
-    products of a model follow each other as in steady state.
+    A winner may take longer by up to :data:`tmm_core.tuning.ranking.CLOSE`, if it is faster in
+    bursts. The large products of a model follow each other as in steady state.
     """
     found = host.record(problem) if choice.from_record else None
     slower = [] if found is None else slower_in_steady_state(found[1].candidates, by=0.0)

@@ -84,8 +84,8 @@ def is_product(node: Node, targets: set[Any]) -> bool:
 
 
 def _has_example(node: Node) -> bool:
-    """Whether each size and stride of the node's value is a number, or was one in the first call.
-    One that depends on data was not, and torch raises an error where it is compared."""
+    """Whether each size and stride of the node's value is a number, or was one in the first call. A
+    size that depends on data is neither; torch raises an error if it is compared."""
     val = node.meta.get("val")
     if not isinstance(val, torch.Tensor):
         return True
@@ -181,8 +181,8 @@ def _activation(z: Node, own: torch.dtype) -> tuple[str, list[Node]] | None:
 
 
 def _pointwise(z: Node) -> tuple[str, list[Node]] | None:
-    """Return the activation that pointwise operators compute of ``z`` alone, and these; the last
-    one is the result. It is the first one after which nothing else reads the other values."""
+    """Return the activation that pointwise operators compute of ``z`` alone, and their nodes. The
+    last node is the result: the first one after which nothing else reads the earlier values."""
     inside: list[Node] = []
     own = {z}
     while len(inside) < _LONGEST:

@@ -13,7 +13,7 @@ T = TypeVar("T")
 Steps = Generator[Sequence["Future[Any]"], "bool | None", T]
 
 #: Seconds after which waiting work is resumed to check its time limits.
-LOOK = 0.05
+CHECK_INTERVAL = 0.05
 
 
 def drained(steps: Steps[T], tick: Callable[[], None] = lambda: None) -> T:
@@ -29,4 +29,4 @@ def drained(steps: Steps[T], tick: Callable[[], None] = lambda: None) -> T:
             result: T = end.value
             return result
         tick()
-        wait(pending, LOOK, FIRST_COMPLETED)  # returns at once if it waits for nothing
+        wait(pending, CHECK_INTERVAL, FIRST_COMPLETED)  # returns at once if it waits for nothing

@@ -25,7 +25,7 @@ from triton.compiler import CompiledKernel
 #: Bytes of an SM that may be shared memory; the rest is L1 (CUDA C++ Programming Guide, compute
 #: capabilities 9.0 and 10.0).
 _CAPACITIES = tuple(1024 * kib for kib in (8, 16, 32, 64, 100, 132, 164, 196, 228))
-#: Bytes that each block takes beside those that it asks for.
+#: Bytes that each block takes in addition to those that it requests.
 _RESERVED = 1024
 #: Shared memory is allocated in multiples of this.
 _GRANULE = 128

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 IDLE_LIMIT = 120.0
 #: Seconds between two checks whether the parent is alive: a fork of the parent may hold its end of
 #: the channel open.
-_LOOK = 0.2
+_CHECK_INTERVAL = 0.2
 #: The exit code of a worker that should not run another job; a fresh one runs it.
 WORN_OUT = 75
 #: How often a job is repeated if its worker was worn out or its pool broke.
@@ -75,14 +75,14 @@ class Host:
         self._pool.schedule(perform, [None]).result()  # raises if no worker starts
         self._send(None, {})
         while os.getppid() == parent and idle < IDLE_LIMIT:
-            readable = wait([self._channel, self._wake], _LOOK)
+            readable = wait([self._channel, self._wake], _CHECK_INTERVAL)
             if self._channel in readable:
                 self._receive(json.loads(self._channel.recv_bytes()))
             if self._wake in readable:
                 os.read(self._wake, 1)
                 self._conclude(*self._ended.popleft())
             self._assign()
-            idle = 0.0 if self._running or readable else idle + _LOOK
+            idle = 0.0 if self._running or readable else idle + _CHECK_INTERVAL
 
     def end(self) -> None:
         """Kill the workers."""

@@ -44,7 +44,7 @@ _MOST_LINES, _TURNS_CPU, _TURNS_SECONDS = 2000, 0.5, 5.0
 #: How often a thread waits for its turn, and for how many seconds each time; on a busy machine each
 #: wait takes longer. The other thread may need a lock that this one holds, so threads stop
 #: alternating after some unsuccessful waits.
-_WAITS, _WAIT, _MOST_VAIN = 100, 0.001, 5
+_WAITS, _WAIT, _MOST_UNSUCCESSFUL = 100, 0.001, 5
 #: GPU cycles for which both threads' streams wait, so that their launches run together.
 _GATHERING = 1_000_000
 #: Seconds after which Python lets another thread run: by default 5 ms, longer than most launches.
@@ -60,7 +60,7 @@ class Turns:
         #: Each thread's CPU time at its first turn. Other threads of the process may be busy.
         self._began: dict[int, float] = {}
         self._away: set[int] = set()
-        self._vain = 0
+        self._unsuccessful = 0
         #: Launches between the other thread's lines use that thread's operands: weights are shared,
         #: so no launch may change them, not even temporarily.
         self.shared = False
@@ -86,8 +86,8 @@ class Turns:
                 if self._changed.wait_for(lambda: self._turn == thread, _WAIT):
                     return
             self._away.add(other)  # until it comes here again
-            self._vain += 1
-            if self._vain >= _MOST_VAIN:
+            self._unsuccessful += 1
+            if self._unsuccessful >= _MOST_UNSUCCESSFUL:
                 self._left = 0
 
     def leave(self, thread: int) -> None:

@@ -56,8 +56,8 @@ _TILES: tuple[_Tile, ...] = (
     ("pingpong", 2, 4, 64, 256, 64),
     ("pingpong", 2, 4, 64, 128, 64),
     ("cooperative", 2, 4, 128, 64, 64),
-    # 384×4096 is 128 of these, nearly a wave, but 96 of 128×128: in batch-invariant mode, with
-    # K = 4096, 21.5 µs.
+    # 384×4096 is 128 of these tiles, nearly a wave, but only 96 of 128×128. In batch-invariant mode
+    # it takes 21.5 µs with K = 4096.
     ("cooperative", 3, 4, 192, 64, 64),
     ("pingpong", 2, 4, 64, 64, 128),
     # To read a weight with as many SMs as possible if K must not be split.
@@ -116,8 +116,8 @@ _TILES_TRIED, _CONFIGS_TRIED, _TILES_STREAMED = 8, 16, 5
 _SIDE_BY_SIDE_TRIED, _SIDE_BY_SIDE_NEAR = 4, 1.12
 #: How many tiles split along K are tried, if a row's sums must not depend on M.
 _CUT_TRIED = 3
-#: How many tiles that mode tries with each number of ranges of K, and the configs that it adds to
-#: ``_CONFIGS_TRIED``.
+#: How many tiles batch-invariant mode tries with each number of ranges of K, and how many configs
+#: it adds to ``_CONFIGS_TRIED``.
 _RANGED_TRIED, _KINDS_TRIED = 2, 8
 #: Maximum K that counts as short.
 _SHORT_K = 1024
@@ -302,7 +302,7 @@ def _groups(problem: Problem, config: WarpSpecializedConfig) -> list[int]:
 
 
 def _splits(problem: Problem, config: WarpSpecializedConfig) -> int:
-    """Parts along K to split every tile into, so that all SMs have one. If a row's sums must not
+    """The number of parts along K of every tile, so that all SMs have one. If a row's sums must not
     depend on M, the number does not depend on it either."""
     share = problem.device.sm_count // tile_count(problem, config)
     if problem.batch_invariant:

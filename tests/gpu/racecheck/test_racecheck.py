@@ -68,7 +68,7 @@ def test_the_tool_does_not_see_reads_by_bulk_copies(
     programs: dict[str, Path], copy: str, fault: str
 ) -> None:
     """Without the barrier the copy is mostly wrong, and the tool reports nothing (13.0, H100).
-    If this test fails, the tool was mended, and its reports about bulk copies mean something."""
+    If this test fails, the tool was repaired, and its reports about bulk copies are valid."""
     program = programs["staging"]
     assert judged(program, copy, "named", fault).reports == 0, "racecheck follows bulk copies now"
     assert judged(program, copy, "named", "none").reports == 0
@@ -81,7 +81,7 @@ def test_the_tool_understands_the_barrier_of_the_dispatch_alone(programs: dict[s
 
 def test_the_tool_does_not_understand_two_barriers(programs: dict[str, Path]) -> None:
     """If the first warps also wait for one another, as in Triton's code, the tool reports races of
-    a right protocol: 39 reports on an H200. If this test fails, the tool was mended."""
+    a right protocol: 39 reports on an H200. If this test fails, the tool was repaired."""
     verdict = judged(programs["dispatch"], "sync", "beside", "none")
     assert verdict.right
     assert verdict.reports > 0, "racecheck knows two barriers now"
