@@ -8,8 +8,8 @@ them down, which no chain of equal launches shows:
   of the previous launch. A Hopper kernel leaves 28 of 256 KiB to L1, too few for a kernel that
   loads weights straight into registers.
 
-After a Hopper kernel on an H200, products of one to 16 rows took up to 1.8 times as long as they do
-now (``benchmarks/results/h200/crowded_launches.txt``).
+With either, MLPs of one to 16 rows took up to 1.26 times as long on an H200
+(``benchmarks/results/h200/crowded_launches.txt``).
 """
 
 from __future__ import annotations
