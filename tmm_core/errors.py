@@ -122,6 +122,11 @@ def _guarded(function: Callable[[Any], str], thing: object, failed: str, most: i
 _faults: set[str] = set()
 
 
+def is_reported(source: Any) -> bool:
+    """Whether :func:`warn_of_plugin` has reported a fault of this source's distribution."""
+    return (source.distribution or source.plugin) in _faults
+
+
 def warn_of_plugin(source: Any, message: str, place: str = "", more: int = 0) -> None:
     """Issue the one warning of this process about a distribution; its later faults are not
     reported.
@@ -135,10 +140,9 @@ def warn_of_plugin(source: Any, message: str, place: str = "", more: int = 0) ->
         place: File and line of its exception.
         more: Further faults of the same distribution, known already.
     """
-    key = source.distribution or source.plugin
-    if key in _faults:
+    if is_reported(source):
         return
-    _faults.add(key)
+    _faults.add(source.distribution or source.plugin)
     place = f" ({place})" if place and place not in message else ""
     origin = "" if str(source) in message else f"{source}: "
     count = f"; {more} more faults of it" if more else "; later faults of it are not reported"

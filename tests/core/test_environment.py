@@ -435,6 +435,15 @@ def test_kernels_that_all_fail_alike_are_untried(tmp_path: Path) -> None:
     with pytest.warns(TmmWarning, match="cannot assemble"):
         assert chosen(again) == "blas"
     assert not timer.measured
+    # Where warnings are errors, the next call finds the kernels untried, as a call with other
+    # settings does.
+    strict, _ = process(tmp_path / "strict", *kernels)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(TmmWarning, match=r"kernel one .*cannot assemble"):
+            chosen(strict)
+        assert chosen(strict) == "blas"
+        assert strict.bound(problem(), settings(tune_budget=9.0))[0].candidate.kernel.name == "blas"
     # One that works shows that the others are at fault.
     other, _ = process(tmp_path / "other", *kernels[:2], FakeKernel("fast"))
     with pytest.warns(TmmWarning, match="cannot assemble"):

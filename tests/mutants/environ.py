@@ -482,4 +482,12 @@ ENVIRON = [
         "sys.exit in a call's epilogue is said to be the fault of each kernel that is verified",
         (f"{EXCEPTIONS}::test_verification_blames_no_kernel",),
     ),
+    Mutant(
+        "alike-warned-again",
+        "dispatch/lookup.py",
+        'if why.cause != "alike" or kernel[0] not in known',
+        "if True",
+        "kernels that fail alike give a second warning",
+        ("tests/core/test_environment.py::test_kernels_that_all_fail_alike_are_untried",),
+    ),
 ]

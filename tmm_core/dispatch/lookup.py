@@ -15,6 +15,7 @@ from tmm_core.errors import (
     PluginError,
     error_text,
     foreign_place,
+    is_reported,
     warn,
     warn_of_plugin,
 )
@@ -207,10 +208,17 @@ class Lookup:
         self.store.log_miss(key.device.gpu, key.device.environment, key.to_json())
 
     def warn_untried(self, problem: Problem, noted: Noted | None) -> None:
-        """Warn, once per process, that kernels are not tried for this problem."""
+        """Warn, once per process, that kernels are not tried for this problem. The tuning in which
+        all failed alike may have reported this as a fault of theirs."""
         if noted is None or not noted.kernels:
             return
-        warn_of_environment(noted.kernels, problem, ("toolchain", "passing", "alike"))
+        known = {k.name for k in self.registry.kernels() if is_reported(k.source)}
+        left = {
+            kernel: why
+            for kernel, why in noted.kernels.items()
+            if why.cause != "alike" or kernel[0] not in known
+        }
+        warn_of_environment(left, problem, ("toolchain", "passing", "alike"))
 
     def chosen_by(
         self,
