@@ -196,5 +196,5 @@ def test_the_page_of_benchmarks_names_every_script() -> None:
         ("from tmm_core.bench import case, no", ["no"]),
     ],
 )
-def test_a_name_that_is_not_there_is_found(text: str, names: list[str]) -> None:
+def test_a_missing_name_is_detected(text: str, names: list[str]) -> None:
     assert missing(ast.parse(text)) == names

@@ -687,7 +687,7 @@ def test_samples_are_at_most_10_000_and_named_by_their_index() -> None:
         ("x" * 59, "'" + "x" * 59 + "…"),
     ],
 )
-def test_a_found_value_is_shown_in_60_letters(value: Any, text: str) -> None:
+def test_a_value_in_an_error_is_cut_to_60_letters(value: Any, text: str) -> None:
     assert fields.shown(value) == text
     assert fields.shown(10**5000) == "a huge integer"
 

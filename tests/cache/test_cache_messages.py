@@ -65,7 +65,9 @@ def run_closed(redirect: str, *arguments: str, module: str = "tmm_cache.cli") ->
     ],
     ids=" ".join,
 )
-def test_a_closed_stdout_is_silence(filled: CacheStore, arguments: list[str], notes: str) -> None:
+def test_a_closed_stdout_gets_no_output(
+    filled: CacheStore, arguments: list[str], notes: str
+) -> None:
     if arguments[0] == "clear":
         filled.log_miss(GPU, ENVIRONMENT, problem(m=1))
     assert run_closed(">&-", *arguments) == (0, notes)

@@ -171,7 +171,7 @@ def test_a_killed_process_leaves_no_lock_behind(store: CacheStore) -> None:
         assert mine is True
 
 
-def test_one_process_of_many_tunes(store: CacheStore) -> None:
+def test_only_one_of_many_processes_tunes(store: CacheStore) -> None:
     tuners = [child("-c", TUNER) for _ in range(4)]
     for tuner in tuners:
         assert tuner.stdin is not None

@@ -181,7 +181,7 @@ def t(*shape: int, **kw: Any) -> torch.Tensor:
         (lambda: tmm_core.matmul(t(2, 3), t(3, 2, device="meta")), RuntimeError, "same device"),
     ],
 )  # fmt: skip
-def test_bad_input(call: Any, error: type[Exception], message: str) -> None:
+def test_invalid_input_is_refused(call: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message) as caught:
         call()
     if issubclass(error, tmm_core.TmmError):
@@ -500,7 +500,7 @@ assert set(os.listdir({home!r})) == before
 
 
 @pytest.mark.slow
-def test_importing_does_nothing(tmp_path: Any) -> None:
+def test_importing_has_no_side_effects(tmp_path: Any) -> None:
     environment = {**os.environ, "HOME": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path)}
     environment.pop("TRITON_INTERPRET", None)
     subprocess.run(

@@ -459,7 +459,7 @@ def test_alpha_as_a_tensor_with_a_gradient(epilogue: Any) -> None:
     )
 
 
-def test_alpha_as_a_tensor_without() -> None:
+def test_alpha_as_a_tensor_without_a_gradient() -> None:
     a, b = torch.randn(3, 5), torch.randn(5, 2)
     alpha = torch.tensor(0.5)
     warm.forget_plans()
@@ -712,7 +712,7 @@ def test_a_product_is_let_go_before_its_operands_gradients(
 
 
 @pytest.mark.parametrize("lead", [(0,), (2, 0)])
-def test_of_no_rows(lead: Any) -> None:
+def test_rows_of_none_have_zero_gradients(lead: Any) -> None:
     inputs = rows("swiglu", torch.float32, *lead, n=4)
     y = calls("swiglu")[0](*inputs)
     assert y.shape == (*lead, 4)
@@ -813,7 +813,7 @@ def test_gradients_go_by_the_settings_of_their_product(
 
 
 @pytest.mark.parametrize("reason", ["dtype", "disabled", "no device function", "no derivative"])
-def test_torch_follows_where_kernels_do_not(reason: str, passes: list[str]) -> None:
+def test_torch_computes_what_kernels_after_a_product_cannot(reason: str, passes: list[str]) -> None:
     epilogue: Any = {
         "no device function": CUBE,
         "no derivative": Epilogue("bare", RAMP.reference, _ramp, parameters=(0.5,), gated=True),
@@ -968,13 +968,13 @@ def test_saved_tensors_may_be_unpacked_as_views_that_negate(epilogue: str) -> No
 
 
 GROUPS = torch.tensor([2, 5], dtype=torch.int32)
-LEARNS = torch.randn(3, 4, requires_grad=True)
+PARAMETER = torch.randn(3, 4, requires_grad=True)
 PRODUCTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "epilogue": lambda a, b: tmm_core.linear(a, b, epilogue="tanh"),
     "both sides": lambda a, b: tmm_core.matmul(a, a.t() * b.sum()),
     "own derivative": lambda a, b: tmm_core.linear(a, b, epilogue=CUBE),
     "groups": lambda a, b: tmm_core.grouped_matmul(a, b.t().expand(2, -1, -1), offs=GROUPS),
-    "recorded": lambda a, _: tmm_core.linear(a, LEARNS),
+    "recorded": lambda a, _: tmm_core.linear(a, PARAMETER),
     "gate and up": lambda a, b: torch.ops.tmm.gated_linear(a, b, b, None, None, "swiglu"),
 }
 

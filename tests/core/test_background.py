@@ -151,7 +151,7 @@ def test_slices_are_short_and_within_their_share() -> None:
     assert clock.now - before <= SLICE + STEP
 
 
-def test_the_share_is_a_setting(tmp_path: Path) -> None:
+def test_the_share_of_background_tuning_is_a_setting(tmp_path: Path) -> None:
     def seconds(share: float) -> float:
         d, _, clock = made(FakeKernel("fast", tiles=(1, 2, 3)), root=tmp_path / str(share))
         mine, began = background_settings(tune_share=share), clock.now
@@ -269,7 +269,7 @@ def test_compilers_are_not_waited_for() -> None:
     assert all(d.bound(each, BACKGROUND)[0].candidate.kernel.name == "fast" for each in problems)
 
 
-def test_rests_are_not_charged_to_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pauses_are_not_charged_to_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     """Twenty seconds of tuning are two hundred of serving."""
     now = [1000.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
@@ -565,7 +565,7 @@ def test_public_calls_and_plans() -> None:
     assert "by later calls" in message
 
 
-def test_other_modes_do_not_change() -> None:
+def test_other_modes_neither_resume_nor_begin_tuning() -> None:
     """A tuning of the background is not resumed, and no other mode begins one."""
     d, timer, clock = made(FakeKernel("fast"))
     d.bound(problem(), BACKGROUND)
@@ -582,7 +582,7 @@ def test_other_modes_do_not_change() -> None:
     assert len(d.background) <= 1
 
 
-def test_another_precision_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_problem_of_another_precision_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     d, timer, clock = made(FakeKernel("fast"))
     allowed = [False]
 

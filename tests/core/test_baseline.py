@@ -188,7 +188,7 @@ def test_its_entry_point_registers_it_once(monkeypatch: pytest.MonkeyPatch) -> N
     assert registry.faults() == []
 
 
-def test_no_plugin_takes_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_plugin_may_be_named_blas(monkeypatch: pytest.MonkeyPatch) -> None:
     class Impostor(FakeKernel):
         pass
 

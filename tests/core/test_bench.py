@@ -641,7 +641,7 @@ def test_no_column_always_follows_another() -> None:
     assert len(set(rounds)) > 12
 
 
-def test_a_suite_may_be_like_others() -> None:
+def test_a_suite_may_include_others() -> None:
     document = {
         "few": {"dtypes": ["float32"], "shapes": [[1, 2, 3], [4, 5, 6]]},
         "one": {"dtypes": ["float32"], "shapes": [[7, 8, 9]]},
@@ -679,7 +679,7 @@ def test_random_problems_are_fixed_by_their_seed() -> None:
     assert 60 < sum(each.case.m < 90 for each in problems) < 140
 
 
-def test_regret_holds_the_choice_against_torch_and_the_best_known(
+def test_regret_compares_the_choice_with_torch_and_the_best_known(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     small_problems(monkeypatch)

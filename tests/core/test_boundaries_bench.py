@@ -138,7 +138,7 @@ def test_lost_is_below_the_noise_of_two_series() -> None:
     assert dict(zip(report.SUMMARY_COLUMNS, row, strict=True))["< 0.99×"] == "1"
 
 
-def test_noise_has_no_sign() -> None:
+def test_noise_is_an_absolute_value() -> None:
     documents = [document(64, 1.0, noise=0.96), document(128, 1.0, noise=1.04)]
     (row,) = report.summaries(Results.of(documents))
     assert dict(zip(report.SUMMARY_COLUMNS, row, strict=True))["±"] == "4.0%"
@@ -208,7 +208,7 @@ def test_a_summary_holds_the_quartiles() -> None:
     assert report._spread({"median_us": 3.04, "p25_us": 2.0, "p75_us": 5.0}) == "3.0 ±1.5"
 
 
-def test_each_capture_counts_alike() -> None:
+def test_each_capture_gives_equally_many_samples() -> None:
     captures = [[[1.0, 2.0, 3.0], [10.0, 20.0, 30.0]], [[4.0, 5.0], [40.0, 50.0]]]
     assert runner.pooled(captures) == [[1.0, 2.0, 4.0, 5.0], [10.0, 20.0, 40.0, 50.0]]
 
@@ -500,7 +500,7 @@ def test_long_products_race_in_steady_state_on_a_gpu(
     assert len({*map(id, released)}) == 3
 
 
-def test_a_candidate_goes_by_its_kernel_and_fields_in_order() -> None:
+def test_a_candidate_is_identified_by_its_kernel_and_sorted_fields() -> None:
     found = exhaustive._proposed(problem(), [FakeKernel("fake", tiles=(3, 2))])
     assert [*found] == ['fake {"tile": 3}', 'fake {"tile": 2}']
     assert exhaustive._name(candidate(1.0, config={"b": 1, "a": 2})) == 'k {"a": 2, "b": 1}'
@@ -672,7 +672,7 @@ def test_the_commit_and_whether_files_changed(
     assert (about["driver"], about["command"]) == (None, ["bench", "--quick"])
 
 
-def test_the_driver_is_that_of_the_gpu_by_its_uuid(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpus_driver_is_found_by_its_uuid(monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[list[str]] = []
 
     def run(command: list[str], **_: Any) -> Any:
@@ -723,7 +723,7 @@ def test_calls_with_out_allocate_no_result(monkeypatch: pytest.MonkeyPatch) -> N
     assert not torch.allclose(results["F.linear(x, w, bias)"], plain, atol=0.1)
 
 
-def test_a_class_like_others_has_their_problems(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_class_that_includes_others_has_their_problems(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = {"dtypes": "bf16", "shapes": [[16, 32, 64]]}
     both = {"plain": plain, "again": {"like": "plain", "batch_invariant": True}}
     monkeypatch.setattr(suites, "shipped", lambda: both)

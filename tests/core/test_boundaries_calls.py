@@ -404,7 +404,7 @@ def test_a_name_that_torch_lacks_is_noted_once(monkeypatch: pytest.MonkeyPatch) 
     assert compat.missing == []
 
 
-def test_a_module_is_itself_or_a_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_private_names_come_from_a_module_or_a_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compat, "missing", [])
     path = "torch.autograd.profiler"
     assert compat._holding(path, _is_profiler_enabled=3) is torch.autograd.profiler
@@ -450,7 +450,7 @@ def test_memory_and_streams_by_torchs_public_functions(monkeypatch: pytest.Monke
     assert compat._current_stream(1) == 77
 
 
-def test_a_capture_that_failed_is_ended_by_another(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_later_capture_ends_a_failed_one(monkeypatch: pytest.MonkeyPatch) -> None:
     ended: list[Any] = []
 
     @contextlib.contextmanager

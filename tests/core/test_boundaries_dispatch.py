@@ -95,7 +95,7 @@ def test_every_matrix_of_a_rung_fits_the_limit() -> None:
     assert rungs(n=2**29) == [16]
 
 
-def test_a_rung_is_of_dense_matrices() -> None:
+def test_problems_of_a_ladder_have_dense_matrices() -> None:
     """A single row of any length is aligned to 16 bytes; several rows of 20 bytes are not."""
     of = weight_problem(9, k=5, n=5, residual=Operand(FP32, "strided", False))
     one, more = _at(of, 1), ladder(of)
@@ -281,7 +281,7 @@ def test_four_times_the_size_is_near_and_more_is_not(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("size", ["m", "n", "k", "batch"])
-def test_each_size_makes_a_distance(size: str, tmp_path: Path) -> None:
+def test_each_size_counts_in_the_distance(size: str, tmp_path: Path) -> None:
     store, instance = CacheStore(tmp_path, []), problem(batch=64)
     tuned = [replace(instance, **{size: getattr(instance, size) * by}) for by in (4, 2)]
     near(store, instance, *tuned, replace(instance, **{size: getattr(instance, size) * 5}))
@@ -574,7 +574,7 @@ def test_the_best_ratio_of_a_kernel_scales_its_estimates() -> None:
     assert [each.config.tile for each in more] == [3, 4]
 
 
-def test_when_all_have_been_tried_nothing_is() -> None:
+def test_nothing_is_tried_after_all_candidates_were() -> None:
     search = proposed(FakeBlas(), FakeKernel("k", tiles=range(1, 60)))
     times = {Candidate(FakeKernel("x"), FakeConfig(tile=i)): 1.0 for i in range(1, 60)}
     assert search.next_batch(times) == []
@@ -894,7 +894,7 @@ def test_compilers_that_know_an_old_toolchain_end(used: bool, tmp_path: Path) ->
         ("cuda", None, True, False), ("cpu", "no C compiler", True, False),
     ],
 )  # fmt: skip
-def test_a_machine_that_cannot_compile_says_so_where_blas_is_alone(
+def test_a_choice_of_blas_says_that_nothing_compiles(
     kind: str, lacks: str | None, other: bool, warned: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     warned_of: list[Any] = []
@@ -1265,7 +1265,7 @@ def test_without_a_record_no_candidates_race(tmp_path: Path) -> None:
     assert d.record_of(instance.at(64)) is None
 
 
-def test_who_races_is_verified_where_it_was_timed(tmp_path: Path) -> None:
+def test_racing_candidates_are_verified_where_they_were_timed(tmp_path: Path) -> None:
     d, _ = dispatcher(FakeBlas(), FakeKernel("fast"), FakeKernel("bad"), root=tmp_path)
     asked, edge, mine = problem(m=50), problem(m=64), settings()
     record = recorded(edge, result("blas", 220.0), result("fast", 200.0), result("bad", 190.0))
@@ -1379,7 +1379,7 @@ def test_how_much_of_a_candidate_is_verified_at_its_first_use(
 
 
 @pytest.mark.parametrize(("won_at", "known"), [(2048, True), (2000, True), (4096, False)])
-def test_a_winner_is_known_in_its_bucket_and_verified_at_its_own_size(
+def test_a_winner_serves_its_bucket_and_is_verified_at_its_own_size(
     won_at: int, known: bool, tmp_path: Path
 ) -> None:
     d, _ = dispatcher(FakeBlas(), FakeKernel("fast"), root=tmp_path)
@@ -1847,7 +1847,7 @@ def test_a_warning_that_is_an_error_passes_every_guard(
     assert d.quarantined == {}
 
 
-def test_an_explanation_hangs_by_its_names(tmp_path: Path) -> None:
+def test_lines_of_an_explanation_are_indented_to_their_names(tmp_path: Path) -> None:
     d, _ = dispatcher(FakeBlas(), FakeKernel("odd", against=lambda p: ["M is even " * 9]))
     lines = explain_problem(d, problem(), settings(on_cache_miss="heuristic")).text(50).splitlines()
     assert len(lines) > 9  # paths are not broken

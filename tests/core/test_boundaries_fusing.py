@@ -655,7 +655,7 @@ def test_a_report_in_a_text() -> None:
         (["a.0.b.1.c", "a.2.b.1.c"], ["  a.*.b.*.c ×2  t"]),
     ],
 )  # fmt: skip
-def test_a_stack_of_layers_is_a_line(paths: list[str], lines: list[str]) -> None:
+def test_equal_layers_are_one_line(paths: list[str], lines: list[str]) -> None:
     assert _folded([(path, "t") for path in paths]) == lines
 
 

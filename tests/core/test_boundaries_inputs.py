@@ -94,7 +94,7 @@ def test_numbers_without_a_pattern_are_spread_by_their_factor() -> None:
     assert large.double().square().mean().sqrt().item() == pytest.approx(0.5, rel=0.01)
 
 
-def test_patterns_of_one_number() -> None:
+def test_operands_with_one_number_or_one_sign() -> None:
     same = filled("a", F32, of_a="one number")
     assert len(same.unique()) == 1
     assert 1 / 16 <= same[0, 0] <= 1 / 2

@@ -152,7 +152,7 @@ def test_a_layer_with_a_forward_of_its_own_is_called(products: list[str | None])
     assert products == []
 
 
-def test_a_class_is_looked_at_once(
+def test_the_code_of_a_class_is_read_once(
     products: list[str | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looked: list[nn.Module] = []

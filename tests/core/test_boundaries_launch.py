@@ -119,7 +119,7 @@ def test_packed_values_are_terms_of_sums(a: Any, b: Any, packs: Any, shape: Any)
         (np.complex64(3), 3.0), (np.longdouble(1.5), 1.5),
     ],
 )  # fmt: skip
-def test_numbers_are_pythons(alpha: Any, found: Any) -> None:
+def test_numbers_become_python_numbers(alpha: Any, found: Any) -> None:
     got = check.number("matmul", alpha, A)
     assert (got, type(got)) == (found, type(found))
 
@@ -182,7 +182,7 @@ def test_booleans_are_refused_in_torchs_words(device: str) -> None:
     ("first", "second", "own"),
     [(True, True, True), (True, False, False), (False, True, False), (False, False, False)],
 )
-def test_torch_is_given_operands_of_a_gpu_alone(
+def test_torch_gets_operands_only_on_a_gpu(
     first: bool, second: bool, own: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Torch's error names the device of GPU operands; torch gets them without grad mode."""
@@ -294,7 +294,7 @@ def test_a_scale_of_one_number_has_any_shape(shape: tuple[int, ...]) -> None:
 # -- folds --------------------------------------------------------------------------------
 
 
-def test_of_nothing_no_operand_is_in_place() -> None:
+def test_empty_operands_are_not_read_in_place() -> None:
     """An empty tensor has no address, so whether it is in place cannot be checked."""
     a, b = torch.randn(2, 3, 8), B
     fold = Fold.of(a, b, None, torch.Size((2, 3, 6)))
@@ -679,7 +679,7 @@ def test_the_out_of_a_plan_has_room_for_the_whole_batch() -> None:
 
 @pytest.mark.usefixtures("blas_alone")
 @pytest.mark.slow
-def test_sources_go_with_their_functions() -> None:
+def test_a_source_is_freed_with_its_function() -> None:
     """Tracebacks need the source of a generated function only while the function exists."""
 
     def kept() -> int:

@@ -127,7 +127,7 @@ class Slope(nn.Module):
         (nn.Sequential(nn.ReLU()), None), (nn.Softplus(2.0), None),
     ],
 )  # fmt: skip
-def test_modules_that_are_epilogues(module: nn.Module, epilogue: str | None) -> None:
+def test_modules_that_are_recognised_as_epilogues(module: nn.Module, epilogue: str | None) -> None:
     found = activation.recognise(module)
     assert (None if found is None else found.epilogue) == epilogue
     if found is not None:

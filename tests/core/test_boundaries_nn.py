@@ -115,7 +115,7 @@ def test_a_weight_in_a_storage_with_another_tensor_is_not_joined(bias: bool) -> 
 
 
 @pytest.mark.parametrize("dtype", [FP32, FP16, torch.float64])
-def test_a_half_seen_alone_is_the_same_memory(dtype: torch.dtype) -> None:
+def test_half_of_a_joined_weight_shares_its_memory(dtype: torch.dtype) -> None:
     first, second = (t.to(dtype) for t in halves())
     both = torch.cat((first, second))
     for part, expected in ((both[:4], first), (both[4:], second)):
@@ -166,7 +166,7 @@ def test_each_part_of_a_joint_product_may_train_alone(learning: tuple[bool, ...]
 
 
 @pytest.mark.parametrize("name", ["gate_proj.bias", "up_proj.bias", "up_proj.weight"])
-def test_one_half_may_train_alone(name: str) -> None:
+def test_one_half_of_a_gated_mlp_may_train_alone(name: str) -> None:
     mlp, x = SwiGLU(8, 12, bias=True), torch.randn(5, 8)
     mlp.requires_grad_(False)
     parameter = mlp.get_parameter(name).requires_grad_()

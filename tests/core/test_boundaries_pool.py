@@ -329,7 +329,7 @@ def test_a_host_ends_with_its_parent(hosted: Hosted, monkeypatch: pytest.MonkeyP
         (-200, "why", "died (signal 200): why"),
     ],
 )
-def test_the_words_of_an_end(status: int, output: str, message: str) -> None:
+def test_the_message_of_a_host_that_ended(status: int, output: str, message: str) -> None:
     assert pool_host.ending(status, output) == message
 
 
@@ -555,7 +555,7 @@ def test_a_worker_launches_on_its_device_and_is_worn_out_by_a_failure(
     assert exit.value.code == pool_host.WORN_OUT
 
 
-def test_a_failed_launch_on_a_cpu_wears_nothing_out(
+def test_failed_launches_on_a_cpu_do_not_count(
     worker: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launched: list[Any] = []
@@ -950,7 +950,7 @@ def test_a_host_is_started_only_for_jobs_that_it_can_do(
     assert bool(parent.started) is ahead
 
 
-def test_the_start_of_a_host_is_waited_for_so_long(
+def test_how_long_the_start_of_a_host_is_waited_for(
     parent: Parent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with contextlib.closing(Compilers(1, kind=KIND)) as compilers:
@@ -1015,7 +1015,7 @@ def test_a_program_is_started_again_only_if_it_is_python(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize(("cores", "threads"), [(None, 1), (1, 1), (15, 15), (17, 16)])
-def test_so_many_kernels_compile_at_one_time(
+def test_the_number_of_concurrent_compilations(
     cores: int | None, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delattr(os, "sched_getaffinity", raising=False)

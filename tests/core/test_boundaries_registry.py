@@ -600,7 +600,7 @@ def test_the_gradient_of_an_epilogue_is_torchs(text: str) -> None:
     assert torch.allclose(found.vjp(grad, z), right)
 
 
-def test_columns_from_which_columns_are_computed() -> None:
+def test_which_columns_a_column_is_computed_from() -> None:
     columns = torch.tensor([0, 2])
     assert parse("relu").sources(columns, 4).tolist() == [0, 2]
     assert parse("swiglu").sources(columns, 4).tolist() == [0, 2, 4, 6]
@@ -700,7 +700,7 @@ def test_a_list_is_a_chain_and_a_dict_nothing() -> None:
         ("silu()x", "cannot parse"),
     ],
 )  # fmt: skip
-def test_texts_that_name_no_epilogue(text: str, message: str) -> None:
+def test_texts_that_are_no_epilogue_are_refused(text: str, message: str) -> None:
     with pytest.raises((ValueError, UnknownNameError), match=message):
         parse(text)
 

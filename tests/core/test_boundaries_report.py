@@ -322,7 +322,7 @@ def test_a_problem_is_the_same_whatever_the_order_of_its_fields() -> None:
     assert results.identity("s", {"m": 1}) != results.identity("t", {"m": 1})
 
 
-def test_a_line_of_a_problem() -> None:
+def test_a_measured_problem_is_one_line() -> None:
     one = document(64, 2.0)
     assert report.line(one).startswith(
         "square 64×64×64 bfloat16 nn: torch 100.0, tmm 50.0 µs, 2.000× (A/A "

@@ -168,7 +168,7 @@ def test_values_are_put_back_unless_an_input_was_altered() -> None:
     assert not a.any()
 
 
-def test_errors_of_a_round() -> None:
+def test_the_largest_error_of_a_round() -> None:
     instance = problem(m=8, n=8, k=8, a=Operand(HALF), b=Operand(HALF), out=Operand(HALF))
     data = DataSets(instance, CPU, 1 << 26)
 
@@ -837,7 +837,7 @@ def test_a_launch_leaves_its_arguments_as_they_were(name: str, change: Any, seen
         ({"epilogue": parse("swiglu")}, 1 << 20), ({"k": 1}, 1 << 20), ({"k": 0}, 1 << 20),
     ],
 )  # fmt: skip
-def test_operands_of_a_piece_take_so_much_memory(
+def test_the_memory_of_the_operands_of_a_piece(
     monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], room: int
 ) -> None:
     """Pieces in fp64 are as large as memory allows, and at least 64 rows and columns."""

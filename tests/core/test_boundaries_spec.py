@@ -111,7 +111,7 @@ def test_bytes_and_flops_of_a_problem_include_every_part() -> None:
     assert added.bytes - plain.bytes == 2 * 2 * 3
 
 
-def test_strides_of_nothing_and_of_one_mean_nothing() -> None:
+def test_strides_of_empty_and_single_dimensions_do_not_matter() -> None:
     """A result has default strides whatever the stride of a dimension of size 0 or 1."""
     one = problem(m=1, n=6)
     assert one.has_default_strides(torch.empty(1, 6))
@@ -277,7 +277,7 @@ def test_a_problems_text_names_its_differences_from_a_plain_product(
     assert repr(one) == f"<Problem {text} on {one.device.name}>"
 
 
-def test_the_size_that_varies_is_the_ragged_one() -> None:
+def test_only_the_ragged_size_varies() -> None:
     plain = problem(m=300, n=65, k=17)
     for groups, along, extent, edge, inside in (
         (None, "m", 300, 320, (257, 289)), (Groups(4, "m"), "m", 300, 320, (257, 289)),
@@ -800,7 +800,7 @@ def test_one_function_of_the_product_is_an_activation() -> None:
     assert [other.activation for other in others] == [None] * len(others)
 
 
-def test_all_outputs_at_once_are_of_narrow_results_alone() -> None:
+def test_all_outputs_at_once_need_narrow_results() -> None:
     port = Port("p", "tile", of=torch.neg)
     together = Epilogue(
         "f", torch.relu, outputs=(port,), outputs_of=lambda y: (torch.full_like(y, 7),)
@@ -853,7 +853,7 @@ def test_an_output_is_described_without_contradiction(fields: dict[str, Any]) ->
         Port(**{"name": "p", "kind": "row", "reduce": "max", **fields})
 
 
-def test_outputs_that_are_possible() -> None:
+def test_which_auxiliary_outputs_can_be_fused() -> None:
     for dtype in (BF16, FP16, FP32, torch.float8_e4m3fn, torch.float8_e5m2):
         assert Port("p", "tile", dtype, of=torch.abs, group=4).fusable is False
     assert Port("p", "tile").fusable

@@ -1031,7 +1031,7 @@ def test_hints_that_name_no_candidate_here_are_dropped() -> None:
     assert [c.config.to_json()["tile"] for c in found] == [2, 3]
 
 
-def test_a_deadline_has_passed_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_deadline_passes_after_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(candidate_launchers, "time", SimpleNamespace(monotonic=lambda: 5.0))
     assert [Deadline(at).passed for at in (4.9, 5.0, 5.1)] == [True, False, False]
 

@@ -139,13 +139,13 @@ def test_the_simplest_block_that_divides_alike(
         ((128, 128), (1, 1)),
     ],
 )
-def test_so_many_scales(block: Any, found: Any) -> None:
+def test_the_number_of_scales(block: Any, found: Any) -> None:
     assert grids.sizes(block, 5, 96) == found
 
 
 @pytest.mark.parametrize("along", [-1, -2])
 @pytest.mark.parametrize("block", [(0, 0), (1, 0), (1, 2), (1, 4), (2, 2), (2, 3), (1, 3)])
-def test_each_value_meets_its_scale(block: Any, along: int) -> None:
+def test_each_value_is_multiplied_by_its_scale(block: Any, along: int) -> None:
     outer, k = 5, 8
     values = torch.arange(float(outer * k)).view(outer, k)
     part = torch.arange(1.0, 1 + math.prod(grids.sizes(block, outer, k)))
@@ -277,7 +277,7 @@ def test_the_version_is_that_whose_weights_have_a_mean_near_zero(mean: int, vers
     assert gptq._version(stored, torch.full((K // G, N), 7, dtype=U8)) == version
 
 
-def test_between_two_versions_it_is_the_second() -> None:
+def test_at_the_limit_gptqs_version_is_two() -> None:
     stored = FORMAT.packed(torch.tensor([[8, 9] * 8], dtype=U8))
     for zero, version in ((8.0, 2), (7.99, 1), (8.01, 2)):
         assert gptq._version(stored, torch.tensor([zero])) == version

@@ -37,7 +37,7 @@ def run(check: Callable[..., None], *arguments: Any) -> None:
         raise LookupError("the check was skipped") from skipped
 
 
-def test_the_suite_poses_the_problems_of_the_table() -> None:
+def test_the_suite_has_the_problems_of_the_table() -> None:
     """``python tests/conformance_problems.py`` writes it."""
     table = conformance_problems.FILE.read_text(encoding="utf-8").splitlines()
     assert list(conformance_problems.lines()) == table
@@ -82,7 +82,7 @@ def suite(kernel: Any, **fields: Any) -> Any:
 @pytest.mark.parametrize(
     ("differs", "fault"), [(0, "run 1 "), (1, "run 1 "), (2, "run 2 "), (3, "")]
 )
-def test_runs_that_must_agree(differs: int, fault: str) -> None:
+def test_runs_of_a_deterministic_kernel_must_agree(differs: int, fault: str) -> None:
     checked = suite(Exact(lambda rows, tile, run: float(run == differs)))
     if not fault:
         run(checked.test_deterministic)
@@ -91,7 +91,7 @@ def test_runs_that_must_agree(differs: int, fault: str) -> None:
         run(checked.test_deterministic)
 
 
-def test_claims_that_are_not_made_are_not_tested() -> None:
+def test_undeclared_traits_are_not_tested() -> None:
     checked = suite(Exact(lambda rows, tile, run: run, traits=UNCLAIMED))
     for test in (checked.test_deterministic, checked.test_arithmetic, checked.test_batch_invariant):
         with pytest.raises(Skipped, match="claims no"):
@@ -127,7 +127,7 @@ def test_configs_of_one_arithmetic_agree(tiles: Any, names: Any, found: Any) -> 
 @pytest.mark.parametrize(
     ("rows", "passes"), [(1, False), (2, False), (17, False), (34, False), (3, True)]
 )
-def test_rows_that_must_not_matter(rows: int, passes: bool) -> None:
+def test_a_batch_invariant_kernel_must_not_depend_on_the_rows(rows: int, passes: bool) -> None:
     checked = suite(Exact(lambda m, tile, run: float(m == rows)))
     if passes:
         run(checked.test_batch_invariant)
@@ -202,7 +202,7 @@ def of_type(kind: type[FakeConfig], given: type[FakeConfig]) -> Exact:
     ],
     ids=["undecided", "lossy", "lenient", "another", "right"],
 )
-def test_configs_that_are_well_formed(kernel: Any, fault: str) -> None:
+def test_well_formed_configs_pass(kernel: Any, fault: str) -> None:
     if not fault:
         run(suite(kernel).test_configs_are_well_formed)
         return

@@ -408,7 +408,7 @@ def test_explain_uses_the_requested_precision(
     assert matmul.fp32_precision == before
 
 
-def test_a_config_is_of_one_kernel(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_config_needs_a_named_kernel(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", "64x64x64", "--config", "tile=1"]) == 2
     assert "--config belongs to one kernel: name it with --kernel" in capsys.readouterr().err
 

@@ -140,7 +140,7 @@ def test_options_that_contradict_each_other_are_named(
         (["--groups", "2"], (1, 2, 3, 4), 1),
     ],
 )
-def test_a_batch_is_of_the_shape(
+def test_a_shape_on_the_command_line_has_a_batch(
     arguments: list[str], shape: tuple[int, int, int, int], batch: int
 ) -> None:
     assert [case.batch for case in options.cases(parsed(*arguments), [shape])] == [batch]
@@ -297,7 +297,7 @@ def test_gpus_of_data_sheets(
 @pytest.mark.parametrize(
     ("text", "what"), [("nvidia", "several"), ("200", "several"), ("tpu", "none")]
 )
-def test_a_gpu_has_to_be_one(text: str, what: str) -> None:
+def test_an_ambiguous_or_unknown_gpu_is_refused(text: str, what: str) -> None:
     with pytest.raises(UsageError, match=f"--gpu {text}: the name of {what} of these: NVIDIA A100"):
         gpus.find(CacheStore(), text)
 
@@ -461,7 +461,7 @@ def test_misses_of_other_devices_are_counted(
         ({"status": "failed", "reason": "why"}, "p  failed: why"),
     ],
 )
-def test_the_line_of_a_tuning(changes: dict[str, Any], line: str) -> None:
+def test_a_tuning_is_reported_in_one_line(changes: dict[str, Any], line: str) -> None:
     outcome: dict[str, Any] = {
         "problem": "p", "status": "tuned", "kernel": "k", "config": {}, "median_us": 2.0,
         "blas_us": 6.0, "candidates": {"ok": 3}, "seconds": 1.5,
@@ -626,7 +626,7 @@ def test_untried_kernels_are_reported_with_the_worst_cause(monkeypatch: pytest.M
         (["hung", "hung"], "hung"),
     ],
 )
-def test_the_cause_to_repair_first(
+def test_doctor_names_the_cause_to_repair_first(
     causes: list[Any], first: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     notes = _notes({cause: Obstacle(cause, f"text of {cause}") for cause in causes})
@@ -662,7 +662,7 @@ def used(**changes: Any) -> Resources:
         ((9, 0), {"registers": 0}, 16, "warps", 1.0),
     ],
 )
-def test_blocks_of_an_sm(
+def test_the_blocks_that_fit_on_an_sm(
     capability: tuple[int, int], changes: dict[str, Any], blocks: int, limit: str, share: float
 ) -> None:
     found = why.occupancy(replace(H200, capability=capability), used(**changes))
@@ -761,7 +761,7 @@ def lines(**changes: Any) -> list[str]:
         ),
     ],
 )  # fmt: skip
-def test_a_line_of_an_analysis(changes: dict[str, Any], line: str) -> None:
+def test_each_line_of_an_analysis(changes: dict[str, Any], line: str) -> None:
     assert line in lines(**changes)
 
 
@@ -972,7 +972,7 @@ def test_a_cache_with_64_mebibytes_left_is_nearly_full(
     ]  # fmt: skip
 
 
-def test_a_kernel_that_falls_in_another_process_has_the_fault_of_its_first_launch() -> None:
+def test_a_kernel_that_crashes_another_process_has_the_fault_of_its_first_launch() -> None:
     launched: list[Any] = []
     failures = [None, ValueError("fell")]
 
@@ -1122,13 +1122,13 @@ def test_misses_are_tuned_on_request(
 
 
 @pytest.mark.parametrize("text", ["1", "true", "YES", "on", "0", "false", "no", "off", ""])
-def test_a_switch_is_a_yes_or_a_no(text: str) -> None:
+def test_a_switch_takes_yes_or_no(text: str) -> None:
     variables._switch(text)
     with pytest.raises(ValueError, match="is taken for a yes"):
         variables._switch(f"{text}x")
 
 
-def test_verdicts_are_counted_by_their_words(
+def test_verdicts_are_counted_by_kind(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     states = ["ok", "ok", "blas", "stale", "failed", "wrong", "unknown"]
@@ -1626,7 +1626,7 @@ def test_an_analysis_goes_without_a_compiler(error: Exception, reason: str) -> N
     }  # fmt: skip
 
 
-def test_another_gpu_needs_none_here(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_explaining_another_gpu_needs_none_here(monkeypatch: pytest.MonkeyPatch) -> None:
     given = cli._parser().parse_args(["explain", "8x8x8", "--gpu", "H200", "--device", "cuda"])
     monkeypatch.setattr(options, "device", None)
     explained = explain._explanation(Case(m=8, n=8, k=8), given)
@@ -1809,6 +1809,6 @@ def test_shipped_records_are_counted(
     [("--scales", "column"), ("--layout", "nx"), ("--ragged", "x"),
      ("--dtype", "bf17")],
 )  # fmt: skip
-def test_choices_are_of_a_list(given: tuple[str, str]) -> None:
+def test_options_refuse_values_outside_their_list(given: tuple[str, str]) -> None:
     with pytest.raises((argparse.ArgumentError, SystemExit)):
         parsed(*given)

@@ -142,7 +142,7 @@ GPU = replace(DEVICE, type="cuda", l2=50 << 20, interpreted=False)
         ("CompilationError: at 3:4", None),
     ],
 )
-def test_words_of_faults_of_the_machine(text: str, cause: str | None) -> None:
+def test_texts_of_faults_of_the_machine(text: str, cause: str | None) -> None:
     assert cause_of_text(text) == cause
     assert cause_of_text(f"it failed: {text} (/x.py:3)") == cause
 
@@ -290,7 +290,7 @@ def test_the_common_part_of_reasons() -> None:
     assert common("X: \"a\" `b` 'c' (/d e) /f:3, 0xff 12") == "X: … … … … …:…, … …"
 
 
-def test_verdicts_are_of_kernels() -> None:
+def test_only_failures_of_kernels_are_verdicts() -> None:
     kept = [result("a", 1.0), revised(result("b", 1.0), status="wrong"), failed("c", "its own"),
             failed("d", "the tuning budget ended before it"), failed("e", None)]  # fmt: skip
     dropped = [failed("f", "CUDA out of memory"), failed("g", "did not compile within 60 s")]
@@ -310,7 +310,7 @@ def test_verdicts_are_of_kernels() -> None:
         ("hung", "budget", "hung"),
     ],
 )  # fmt: skip
-def test_the_gravest_cause_of_a_kernel_is_kept(first: Any, second: Any, kept: str) -> None:
+def test_the_most_severe_cause_of_a_kernel_is_kept(first: Any, second: Any, kept: str) -> None:
     found, kernel = Findings(), FakeKernel("k")
     found.leave(kernel, Obstacle(first, "1"))
     found.leave(kernel, Obstacle(second, "2"))
@@ -339,7 +339,7 @@ def test_a_kernel_that_was_set_aside_is_not_warned_of_again() -> None:
         found.report("P")
 
 
-def test_one_warning_of_the_environment_names_the_gravest() -> None:
+def test_one_warning_of_the_environment_names_the_most_severe() -> None:
     left = {
         ("a", "1"): Obstacle("passing", "no memory"),
         ("b", "1"): Obstacle("toolchain", "no\n ptxas"),
@@ -607,7 +607,7 @@ def test_an_activation_of_half_the_l2_rotates() -> None:
         (replace(GPU, type="cpu"), 2**20, 1e12, 1),
     ],
 )  # fmt: skip
-def test_so_many_calls_are_in_a_chain(device: Any, n: int, limit: float, count: int) -> None:
+def test_the_number_of_calls_in_a_chain(device: Any, n: int, limit: float, count: int) -> None:
     assert copies(problem(n=n, device=device), limit) == count
 
 

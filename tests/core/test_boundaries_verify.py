@@ -337,7 +337,7 @@ def test_sums_in_fp32_round_no_more_than_is_expected() -> None:
 @pytest.mark.parametrize(
     ("at_once", "rows"), [(1, 1), (9, 1), (10, 1), (20, 2), (29, 2), (1000, 7)]
 )
-def test_so_many_numbers_are_compared_in_one_piece(
+def test_the_number_of_numbers_compared_in_one_piece(
     at_once: int, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A piece has at least one row."""
@@ -359,7 +359,7 @@ def test_so_many_numbers_are_compared_in_one_piece(
     assert pieces[0] == max(pieces) == rows
 
 
-def test_nothing_compared_to_nothing_is_right() -> None:
+def test_empty_results_are_equal() -> None:
     empty = torch.empty(0, 3)
     assert error(empty, empty) == 0.0
 
@@ -719,7 +719,7 @@ def test_distributions_of_group_sizes(seed: int) -> None:
         (342, "more", 342 + 1024 + 8),
     ],
 )  # fmt: skip
-def test_rows_that_are_gathered_from(total: int, reads: Any, rows: int) -> None:
+def test_the_number_of_rows_to_gather_from(total: int, reads: Any, rows: int) -> None:
     assert ragged_inputs.rows_read(total, reads) == rows
 
 
@@ -829,7 +829,7 @@ def test_data_that_no_group_reads_is_nan() -> None:
     [(torch.int8, 127), (torch.uint8, 255), (torch.int32, 2**31 - 1), (torch.float16, None),
      (torch.complex64, None), (torch.float8_e4m3fn, None)],
 )  # fmt: skip
-def test_poison_of_a_dtype(dtype: torch.dtype, value: int | None) -> None:
+def test_the_poison_of_each_dtype(dtype: torch.dtype, value: int | None) -> None:
     t = ragged_inputs.poison(torch.zeros(3, 2).to(dtype))
     at = torch.zeros(3, 2).to(dtype)
     if not dtype.is_complex:  # groups of complex numbers are not supported
@@ -882,7 +882,7 @@ def expecting(axis: Any, within: tuple[int, int] | None = None) -> nonfinite.Non
 
 
 @pytest.mark.parametrize("axis", ["rows", "columns"])
-def test_where_nan_arrives(axis: Any) -> None:
+def test_where_nan_is_expected(axis: Any) -> None:
     def fault(row: list[float], other: float = 0.0, **more: Any) -> str | None:
         out = torch.zeros(2, 3)
         out[1] = torch.tensor(row)
@@ -1202,7 +1202,7 @@ class Cycle:
 
 
 @pytest.mark.parametrize("generation", [0, 1, 2])
-def test_a_cycle_of_any_age_keeps_no_result(generation: int) -> None:
+def test_a_cycle_keeps_no_result(generation: int) -> None:
     launches = CheckedLauncher.__new__(CheckedLauncher)
     launches._baseline = False
     cycle = Cycle(torch.zeros(8))
@@ -1655,7 +1655,7 @@ def test_a_flood_leaves_one_row_of_five(seed: int, columns: int) -> None:
         torch.ones(4, 10).to(torch.float8_e4m3fn), torch.ones(2, 10),
     ],
 )  # fmt: skip
-def test_a_flood_is_of_weights_that_hold_inf(b: torch.Tensor) -> None:
+def test_weights_that_hold_no_inf_stay_unchanged(b: torch.Tensor) -> None:
     """Weights stay unchanged if their dtype has no Inf, or if packing hides the terms of sums."""
     before = b.clone()
     further_inputs._flood(torch.zeros(31, 4), b, 0)
@@ -1836,7 +1836,7 @@ def test_which_tensors_are_of_a_class(t: torch.Tensor, fits: bool) -> None:
     ("limit", "count"),
     [(1, 1 << 12), (160 << 12, 1 << 12), (320 << 12, 1 << 13), (1 << 60, None)],
 )
-def test_so_many_elements_are_compared_at_a_time(limit: int, count: int | None) -> None:
+def test_the_number_of_elements_compared_at_a_time(limit: int, count: int | None) -> None:
     data = DataSets(problem(), CPU, memory_limit=limit)
     assert data.at_once == (data_sets.COMPARED if count is None else count)
 

@@ -89,7 +89,7 @@ def test_a_choice_is_remembered_for_its_settings() -> None:
     assert timer.measured == []
 
 
-def test_a_choice_is_not_anothers_problem() -> None:
+def test_a_choice_does_not_answer_another_problem() -> None:
     """Every field of a problem other than sizes and requirements."""
     d, _ = dispatcher(
         FakeBlas(),

@@ -41,7 +41,7 @@ class TestClamped(EpilogueConformance):
     epilogue = replace(CLAMPED, name="clamped_here")  # its name is taken
 
 
-def test_by_its_name() -> None:
+def test_it_is_called_by_its_name() -> None:
     a, b = torch.randn(2, 5, 16), 8 * torch.randn(16, 12, requires_grad=True)
     b = b.detach().requires_grad_()
     y = tmm_core.matmul(a, b, epilogue="clamped_swiglu(1.5,2)+tanh", residual=a[..., :6])
@@ -161,7 +161,7 @@ GATES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("case", GATES)
-def test_another_gate_is_not(case: str) -> None:
+def test_other_gates_are_not_recognised(case: str) -> None:
     assert activation.gate_epilogue(Layer(), GATES[case]) is None
 
 
@@ -170,7 +170,7 @@ def test_a_graph_traced_before_leaves_it_to_torch(monkeypatch: pytest.MonkeyPatc
     assert activation.gate_epilogue(Layer(), Layer.gate) is None
 
 
-def test_no_name_of_the_builtin_ones() -> None:
+def test_it_is_not_a_builtin_epilogue() -> None:
     """Kernels of others need not know it."""
     with pytest.raises(tmm_core.UnknownNameError):
         parse("clamped_swiglu")

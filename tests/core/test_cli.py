@@ -137,7 +137,7 @@ def test_a_broken_plugin_is_listed_and_noted_on_stderr(capsys: pytest.CaptureFix
 # -- explain -----------------------------------------------------------------------------
 
 
-def test_explain_poses_the_problem_that_the_options_describe(
+def test_explain_uses_the_problem_that_the_options_describe(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     register(FakeKernel("fake.shy", against=lambda problem: ["not today"]))
@@ -390,7 +390,7 @@ def test_tune_counts_candidates_that_are_wrong(capsys: pytest.CaptureFixture[str
     assert line.endswith("4 tried, 2 wrong, 1 failed)")
 
 
-def test_the_options_pose_grouped_products(capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_describe_grouped_products(capsys: pytest.CaptureFixture[str]) -> None:
     options = ("--groups", "3", "--dtype", "fp32", *CPU)
     for ragged, *shapes in (("m", (24, 16), (3, 16, 8)), ("k", (24, 16), (16, 8)),
                             ("n", (3, 24, 16), (16, 8))):  # fmt: skip

@@ -527,7 +527,7 @@ def test_a_subclass_of_an_own_kernel_is_not_that_kernel(site: Path) -> None:
     assert version_of(kernel, kernel.version).startswith(f"{Blas.version}+")
 
 
-def test_it_takes_a_few_milliseconds(site: Path) -> None:
+def test_a_version_takes_a_few_milliseconds(site: Path) -> None:
     kernel = own()
     version_of(kernel, "7")
     start = time.perf_counter()

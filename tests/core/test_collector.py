@@ -44,7 +44,7 @@ def test_garbage_from_before_outlives_a_first_call() -> None:
     assert garbage() is None
 
 
-def test_the_same_garbage_would_not_have_lived() -> None:
+def test_without_a_cycle_the_same_tensors_are_freed() -> None:
     garbage = weakref.ref(Node())
     kept = churn()
     assert garbage() is None

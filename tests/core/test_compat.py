@@ -123,12 +123,12 @@ GROUPS = (
 )
 
 
-def test_nothing_is_missing_here() -> None:
+def test_this_torch_lacks_no_private_name() -> None:
     assert compat.missing == []
 
 
 @pytest.mark.slow
-def test_without_any_of_them(tmp_path: Path) -> None:
+def test_it_works_without_any_private_name(tmp_path: Path) -> None:
     groups = [" ".join(group) for group in GROUPS]
     environment = {**os.environ, "TMM_CACHE_DIR": str(tmp_path), "TMM_DISABLE_PLUGINS": "triton"}
     done = subprocess.run(

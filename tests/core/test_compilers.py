@@ -496,7 +496,7 @@ def test_prepared_candidates_are_compiled_once(server: Compilers, installed: Any
     assert not tuner.prepared
 
 
-def test_a_budget_that_ends_ends_compiling(server: Compilers, installed: Any) -> None:
+def test_the_end_of_the_budget_ends_compilations(server: Compilers, installed: Any) -> None:
     server.submit(problem(), candidate(installed.kernel, 1)).result(timeout=60)
     kernel = installed.Compiled("compiled.one", tiles=(2, 1))
     tuner = Tuner(FakeTimer({}), compilers=server)
@@ -604,7 +604,7 @@ with pebble.ProcessPool(1, context=multiprocessing.get_context("forkserver")) as
 
 @pytest.mark.parametrize("body", ["ask()\n", FORKED, DAEMON], ids=["stdin", "forked", "daemon"])
 @pytest.mark.slow
-def test_any_process_can(body: str, installed: Any) -> None:
+def test_any_process_can_start_compilers(body: str, installed: Any) -> None:
     lines = finished(run(body))
     assert set(lines) == {"ValueError: no such layout"}
     assert len(lines) == body.count("ask()") + body.count("target=ask")

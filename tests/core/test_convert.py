@@ -160,7 +160,7 @@ class Weights(Grandparent):
 
 
 @pytest.mark.parametrize("kind", [Loop, Grandparent, ByPath, Sliced, Reversed, Weights])
-def test_a_reach_from_outside_finds_the_layers_as_they_were(kind: Any) -> None:
+def test_code_outside_finds_the_layers_unchanged(kind: Any) -> None:
     torch.manual_seed(0)
     original = kind()
     converted = copy.deepcopy(original)
@@ -444,7 +444,7 @@ def test_a_forward_that_is_replaced_in_the_class(monkeypatch: pytest.MonkeyPatch
     assert_close(converted(x), original(x))
 
 
-def test_threads_that_reach_in_while_others_call() -> None:
+def test_threads_that_read_layers_while_others_call_them() -> None:
     converted, original = twins(Pair)
     x = randn(5, 12)
     with torch.no_grad():
@@ -484,7 +484,7 @@ def test_compiled_models_see_later_changes(kind: Any) -> None:
 
 @pytest.mark.parametrize("kind", [Pair, Gated, Joint])
 @pytest.mark.parametrize("how", ["ddp", "fsdp2"])
-def test_wrapped_for_several_ranks(kind: Any, how: str) -> None:
+def test_models_wrapped_for_several_ranks_are_converted(kind: Any, how: str) -> None:
     import torch.distributed as dist
     from torch.distributed.fsdp import fully_shard
 

@@ -248,7 +248,7 @@ def test_hooks_and_replaced_activations(twins: Any) -> None:
     same(model, original, inputs)
 
 
-def test_pair_of_a_sequence_with_adapters() -> None:
+def test_a_pair_in_a_sequence_with_adapters() -> None:
     torch.manual_seed(0)
     original: Any = nn.Sequential(nn.Linear(12, 16), nn.GELU(), nn.Linear(16, 4))
     model, x = copy.deepcopy(original), torch.randn(5, 12)

@@ -231,7 +231,9 @@ CALLS: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.slow(quick=10)
-def test_so_does_every_other_call(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_first_call_of_another_kind_leaves_no_cycle(
+    call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TMM_PLUGINS", "blas")
     held = _first_call(CALLS[call])
     assert held() is None

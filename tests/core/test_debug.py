@@ -62,7 +62,7 @@ CONDITIONS: dict[str, Any] = {
 
 @interpreted
 @pytest.mark.parametrize("condition", CONDITIONS)
-def test_a_condition_names_programs(condition: str) -> None:
+def test_a_condition_selects_programs(condition: str) -> None:
     out = torch.full((4, 3, 2), -1, dtype=torch.int32)
     mark[(4, 3, 2)](out, condition)
     wanted = CONDITIONS[condition]
@@ -111,7 +111,7 @@ def test_print_if_prints_in_the_named_programs_only(capsys: pytest.CaptureFixtur
 
 
 @interpreted
-def test_up_to_four_values_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_print_if_prints_up_to_four_values(capsys: pytest.CaptureFixture[str]) -> None:
     show_four[(1,)](torch.zeros(1), 5)
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     assert lines == [f"(0, 0, 0) y: [{value}]" for value in (5, 6, 7, 8)]
@@ -206,7 +206,7 @@ def test_tensors_that_are_ready(monkeypatch: pytest.MonkeyPatch) -> None:
         ((torch.zeros(2),), "zero", "strides must be one of any, nonzero, contiguous; got 'zero'"),
     ],
 )
-def test_tensors_that_are_not(
+def test_tensors_that_are_not_ready(
     monkeypatch: pytest.MonkeyPatch, tensors: Any, strides: Any, complaint: str
 ) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")

@@ -122,7 +122,7 @@ def restored(setter: Callable[[Any], None], value: Any, before: Any) -> Iterator
 @pytest.mark.usefixtures("blas_alone")
 @pytest.mark.parametrize("default", DEFAULTS)
 @pytest.mark.slow
-def test_defaults_change_nothing(default: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchs_defaults_change_nothing(default: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TMM_ON_CACHE_MISS", "heuristic")
     wanted = {name: use() for name, use in USES.items()}
     torch.compiler.reset()
@@ -135,7 +135,7 @@ def test_defaults_change_nothing(default: str, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("default", DEFAULTS)
-def test_refusals_are_the_same(default: str) -> None:
+def test_errors_do_not_depend_on_torchs_defaults(default: str) -> None:
     with DEFAULTS[default]():
         with pytest.raises(RuntimeError, match="mat1 and mat2 shapes cannot be multiplied"):
             tmm_core.matmul(A, B[:5])

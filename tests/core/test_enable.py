@@ -645,7 +645,7 @@ def test_a_block_is_left_by_an_exception(sums: Sums) -> None:
     assert not sums.launched
 
 
-def test_only_and_ops_and_their_errors(sums: Sums) -> None:
+def test_enable_takes_only_and_ops_and_refuses_others(sums: Sums) -> None:
     seen: list[Problem] = []
 
     def only(problem: Problem) -> bool:
@@ -978,7 +978,7 @@ def test_an_operator_that_costs_more_than_it_saves_is_left_to_torch(limits: Any)
         assert calls("mm")["sums"] == 1
 
 
-def test_an_operator_that_pays_stays(limits: Any) -> None:
+def test_an_operator_that_saves_time_stays_enabled(limits: Any) -> None:
     _small_ones(90.0)
     with enable():
         SMALL @ B

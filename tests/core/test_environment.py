@@ -246,7 +246,7 @@ def on_record(root: Path) -> dict[str, str]:
 
 @pytest.mark.parametrize(("cause", "made"), ENVIRONMENT)
 @pytest.mark.slow(quick=6)
-def test_no_cause_is_on_record(
+def test_faults_of_the_environment_are_not_recorded(
     cause: str, made: Callable[[], BaseException], tmp_path: Path
 ) -> None:
     d, _ = process(tmp_path, Broken("fast", made), FakeKernel("other"))
@@ -340,7 +340,7 @@ def test_an_explicit_tuning_tries_kernels_that_a_call_does_not(tmp_path: Path) -
     assert chosen(d) == "fast"
 
 
-def test_a_lack_of_memory_passes(tmp_path: Path) -> None:
+def test_a_lack_of_memory_is_tried_again(tmp_path: Path) -> None:
     """Later processes try again, a limited number of times, since each waits for it."""
     fast = Broken("fast", no_memory)
     bound = []
@@ -354,7 +354,7 @@ def test_a_lack_of_memory_passes(tmp_path: Path) -> None:
     assert [bool(count) for count in bound] == [True] * untried.PROCESSES + [False] * 2
 
 
-def test_a_lack_of_memory_that_passed(tmp_path: Path) -> None:
+def test_after_a_lack_of_memory_the_kernel_is_tuned(tmp_path: Path) -> None:
     fast = Broken("fast", no_memory)
     d, _ = process(tmp_path, fast)
     with pytest.warns(TmmWarning, match="out of memory"):
@@ -773,7 +773,7 @@ def test_under_w_error_the_record_is_saved_first(tmp_path: Path) -> None:
     assert chosen(broken) == "fast"
 
 
-def test_words_of_old_records() -> None:
+def test_causes_in_old_records_are_recognised() -> None:
     assert cause_of_text("ValueError: no such layout") is None
     assert cause_of_text("error nan exceeds 2e-05") is None
     assert cause_of_text("cannot be verified within 12 MiB of memory") == "passing"

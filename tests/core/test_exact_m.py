@@ -134,7 +134,7 @@ def test_no_race_where_it_is_not_worth_its_time(tmp_path: Path, what: str, times
     assert not timer.measured, what
 
 
-def test_a_record_keeps_so_many(tmp_path: Path) -> None:
+def test_a_record_keeps_a_limited_number_of_races(tmp_path: Path) -> None:
     times = dict(TIMES)
     d, timer = tuned(tmp_path, times)
     for m in range(258, 258 + MOST_RACED + 8):

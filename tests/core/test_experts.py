@@ -92,7 +92,7 @@ def test_values_and_gradients(bias: bool, elsewhere: bool, products: list[Any]) 
         torch.testing.assert_close(layer(x, index, weights), other)
 
 
-def test_no_tokens() -> None:
+def test_a_layer_without_tokens() -> None:
     layer = Experts(3, 6, 5)
     index = torch.empty(0, 2, dtype=torch.long)
     x = torch.empty(0, 6, requires_grad=True)
@@ -116,7 +116,7 @@ def test_tokens_without_experts() -> None:
     assert torch.equal(layer(x, elsewhere, torch.rand(4, 2)), torch.zeros(4, 6))
 
 
-def test_a_choice_is_of_every_token() -> None:
+def test_every_token_has_its_experts_and_weights() -> None:
     layer, x = Experts(3, 6, 5), torch.randn(4, 6)
     index, weights = torch.zeros(4, 2, dtype=torch.long), torch.ones(4, 2)
     for given in (
@@ -252,7 +252,7 @@ def test_a_layer_without_the_decorators_description_is_not_an_expert_layer(name:
 
 @pytest.mark.usefixtures("interface")
 @pytest.mark.parametrize("kind", [Theirs, Clamped, Apart, Ungated, Normed])
-def test_their_layers(kind: type[Theirs], products: list[Any]) -> None:
+def test_layers_of_transformers_use_the_products(kind: type[Theirs], products: list[Any]) -> None:
     layer = kind()
     x = torch.randn(7, 6, dtype=torch.float64)
     index = torch.randint(5, (7, 2))  # 4: another rank's
@@ -395,7 +395,7 @@ class LookingGate(Clamped):
 
 @pytest.mark.usefixtures("interface")
 @pytest.mark.parametrize("part", ["activation", "activation of experts", "gate"])
-def test_an_examination_during_a_call_disturbs_no_other_thread(part: str) -> None:
+def test_watching_a_call_disturbs_no_other_thread(part: str) -> None:
     SEEN.clear()
     usual = nn.Module.__call__
     if part == "activation":
@@ -412,7 +412,7 @@ def test_an_examination_during_a_call_disturbs_no_other_thread(part: str) -> Non
 
 
 @pytest.mark.usefixtures("interface")
-def test_an_activation_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_activation_is_evaluated_once(monkeypatch: pytest.MonkeyPatch) -> None:
     looked_at: list[nn.Module] = []
     recognise = activation.recognise
 

@@ -57,7 +57,7 @@ def test_impossible_options_are_refused(
 # -- why ---------------------------------------------------------------------------------
 
 
-def test_why(capsys: pytest.CaptureFixture[str], shipped: None) -> None:
+def test_explain_why(capsys: pytest.CaptureFixture[str], shipped: None) -> None:
     """Figures of the record, and of the model."""
     argv = ("4096x4096x4096", "--gpu", "H200", "--why")
     found = json.loads(printed(capsys, *argv, "--json"))

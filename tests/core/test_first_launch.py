@@ -123,7 +123,9 @@ def test_a_faulty_first_launch_costs_its_candidate(
         os.kill(hung, 0)
 
 
-def test_of_one_kernel_two_may_hang(installed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_is_left_out_after_two_hangs(
+    installed: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first = FirstLaunches(torch.device("cpu"))
     late: Future[None] = Future()
     late.set_exception(HungError("its first launch did not end within 60 s"))

@@ -209,7 +209,7 @@ def values_of(form: Format) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("name", STATED)
-def test_a_format_is_as_it_is_stated(name: str) -> None:
+def test_a_format_has_its_documented_fields(name: str) -> None:
     form, stated = formats.FORMATS[name], DEFAULTS | STATED[name]
     for field in ("storage", "grids", *DEFAULTS):
         found = getattr(form, field)
@@ -353,7 +353,7 @@ def test_blocks_are_written_and_read(text: str, block: grids.Block, kind: str) -
 @pytest.mark.parametrize(
     "text", ["", "x", "1x", "x1", "0x4", "4x0", "1x-2", "1x2x3", "axb", "1.0x2", "Row", "1 x 2"]
 )
-def test_no_text_of_a_block(text: str) -> None:
+def test_invalid_texts_of_grids_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match="scales"):
         grids.parse(text)
 

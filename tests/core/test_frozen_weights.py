@@ -237,7 +237,7 @@ def test_a_fault_leaves_both(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-def test_the_cache_of_graphs_has_no_weights(frozen: Any) -> None:
+def test_cached_graphs_contain_no_weights(frozen: Any) -> None:
     """A graph that the cache has runs with the weights of the model at hand."""
     from torch._dynamo.utils import counters
 

@@ -471,7 +471,7 @@ def test_single_rows_and_columns_have_any_stride(
         torch.testing.assert_close(*both, check_stride=False)
 
 
-def test_no_rows_and_no_columns() -> None:
+def test_products_without_rows_or_terms() -> None:
     none = ends(0, 0, 0)
     assert tmm_core.grouped_matmul(randn(0, 16), B, offs=none).shape == (0, 8)
     sums = tmm_core.grouped_matmul(randn(4, 0), randn(0, 8), offs=none)

@@ -181,7 +181,7 @@ def test_a_batch_takes_a_bias_each() -> None:
     assert tmm_core.grouped_matmul(**{**call, "scale_a": torch.ones(1)}, out=out) is out
 
 
-def test_data_of_no_group_is_not_read() -> None:
+def test_scales_outside_all_groups_are_not_read() -> None:
     for form, name in (("m", "scale_a"), ("n", "scale_b")):
         call = made(form)
         expected = expression(**call)

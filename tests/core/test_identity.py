@@ -378,7 +378,7 @@ def test_objects_in_a_closure_are_part_of_the_identity(thing: Any) -> None:
 
 
 @pytest.mark.usefixtures("blas_alone")
-def test_objects_alike_that_change_later_are_not_one() -> None:
+def test_equal_objects_that_change_later_are_distinguished() -> None:
     """An object stands for itself, and what torch applies reads its state in every call."""
     first, second = Scaled(2.0), Scaled(2.0)
     one, other = Epilogue("f", first), Epilogue("f", second)

@@ -623,7 +623,7 @@ def test_a_pass_that_is_set_runs_first() -> None:
 
 @pytest.mark.parametrize("earlier", [0, 1, 2])
 @pytest.mark.parametrize("listed", [False, True])
-def test_passes_are_taken_back(earlier: int, listed: bool) -> None:
+def test_disable_restores_torchs_passes(earlier: int, listed: bool) -> None:
     config: Any = tmm_core.compat.inductor_config()
     passes = [len, str][:earlier]  # of another library
     before: Any = passes if listed or earlier > 1 else passes[0] if passes else None

@@ -296,7 +296,7 @@ def test_a_kernel_of_the_first_protocol_is_refused_with_the_change_to_make() -> 
     assert [kernel.name for kernel in r.kernels()] == ["good"]
 
 
-def test_proper_answers_pass() -> None:
+def test_valid_answers_pass() -> None:
     checked = CheckedKernel(FakeKernel("k", tiles=(3, 4), estimate=2.5, workspace=64), Source("p"))
     assert checked.reasons_against(problem()) == []
     assert checked.configs(problem()) == [FakeConfig(tile=3), FakeConfig(tile=4)]

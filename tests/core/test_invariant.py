@@ -342,7 +342,7 @@ def test_an_error_where_nothing_is_on_record_and_that_is_forbidden(tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_an_arithmetic_that_is_gone_is_reported(tmp_path: Path) -> None:
+def test_an_arithmetic_without_a_kernel_is_reported(tmp_path: Path) -> None:
     d, _ = dispatcher(FakeBlas(), Summing("k", {1: "one", 2: "two"}), root=tmp_path)
     timed(d, {("blas", 1): 10.0, ("k", 1): 5.0, ("k", 2): 6.0})
     assert chosen(d, 16) == ("k", 1, "one")

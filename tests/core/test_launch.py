@@ -349,7 +349,7 @@ def test_a_warm_launch_encodes_no_tensor_map(noted: Noted, way: str) -> None:
         assert noted.encoded[-1] == "raw"
 
 
-def test_maps_are_kept_of_so_many_tensors(noted: Noted) -> None:
+def test_the_number_of_tensor_maps_kept_is_limited(noted: Noted) -> None:
     bound = compiled(noted, {"a": "tensordesc<bf16[64, 64],x>"}, "3.7")
     of = bound.tensor_map("a", lambda t: t.data_ptr())
     held = torch.zeros(launch._TENSOR_MAPS_KEPT + 10, 8)

@@ -37,7 +37,7 @@ def peak(run: Callable[[], object]) -> int:
     return most
 
 
-def test_the_peak_is_seen() -> None:
+def test_the_peak_of_memory_is_measured() -> None:
     assert 2 * MIB <= peak(lambda: torch.ones(MIB // 4) + torch.ones(MIB // 4)) <= 4 * MIB
 
 

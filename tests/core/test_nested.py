@@ -290,7 +290,7 @@ def test_nesting_ends_with_its_context() -> None:
         assert inner is not outer
 
 
-def test_callers_cannot_set_it() -> None:
+def test_callers_cannot_set_nested() -> None:
     with (
         pytest.raises(tmm_core.SettingsError, match="unknown setting nested"),
         tmm_core.override(nested=True),

@@ -1307,7 +1307,7 @@ def test_the_report_folds_the_layers_of_a_stack() -> None:
     assert "lm_head  Linear → Linear" in text
 
 
-def test_convert_wants_a_module() -> None:
+def test_convert_takes_only_a_module() -> None:
     with pytest.raises(TypeError, match=r"must be a torch\.nn\.Module, not dict"):
         convert({})  # type: ignore[arg-type]
 

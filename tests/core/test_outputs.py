@@ -95,7 +95,7 @@ def test_a_gated_epilogue_has_outputs(operands: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize("shape", [(0, 8, 6), (4, 8, 0), (4, 0, 6)])
-def test_of_nothing_there_is_a_reduction(shape: tuple[int, int, int]) -> None:
+def test_empty_products_are_reduced(shape: tuple[int, int, int]) -> None:
     m, k, n = shape
     _, amax, squares, total, copy = tmm_core.matmul(
         torch.ones(m, k), torch.ones(k, n), epilogue=AUXILIARY

@@ -268,7 +268,7 @@ def test_a_layer_with_only_some_buffers_is_not_recognised(missing: str) -> None:
     assert left.reason == "its code multiplies tensors itself (@)"
 
 
-def test_an_order_of_k_by_hand() -> None:
+def test_the_order_of_k_of_a_small_example() -> None:
     gptq = Quantized.layouts("gptq")
     assert gptq.order(torch.tensor([0, 0, 1, 1]), 2) is None
     assert gptq.order(None, 2) is None

@@ -424,13 +424,13 @@ def test_each_piece_of_state_is_put_back(
 
 
 #: Pieces that other threads see otherwise than their owner says, and why.
-NOT_SEEN = {
+UNDETECTED = {
     "the handlers of signals": "only the main thread installs any",
     "the number of torch's threads": "each thread has its own, new threads take over the last",
     "the trace function": "each thread has its own, tools set that of all threads",
     "the profile function": "each thread has its own, tools set that of all threads",
 }
-ELSEWHERE = [(name, change) for name, change in CHANGES if name not in NOT_SEEN] + [
+ELSEWHERE = [(name, change) for name, change in CHANGES if name not in UNDETECTED] + [
     ("torch's default device", lambda: torch.set_default_device("meta")),
     ("torch's default dtype", lambda: torch.set_default_dtype(torch.float64)),
     ("the grad mode", lambda: torch.set_grad_enabled(False)),

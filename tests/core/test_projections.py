@@ -217,7 +217,7 @@ def test_hooks_see_their_layer_and_may_change_its_input(joined: list[int]) -> No
     torch.testing.assert_close(seen[1], seen[0])
 
 
-def test_calls_from_elsewhere_are_the_layers_own(joined: list[int]) -> None:
+def test_layers_called_alone_multiply_themselves(joined: list[int]) -> None:
     original, converted = model(), model()
     convert(converted)
     x = torch.randn(3, 32, dtype=torch.float64)
@@ -336,7 +336,7 @@ def test_the_operator(bias: bool, grad: bool) -> None:
         torch.testing.assert_close(many, expected)
 
 
-def test_columns_are_of_the_very_input_as_it_was() -> None:
+def test_columns_belong_to_the_unchanged_input() -> None:
     one = Projects()
     convert(one)
     x = torch.randn(3, 8)

@@ -287,19 +287,19 @@ def test_every_path_gives_the_same_or_refuses(call: Call, modes: Autocast) -> No
 @settings(bounded, max_examples=4)
 @given(call=calls(), modes=autocasts())
 @pytest.mark.slow
-def test_compiled_too(call: Call, modes: Autocast) -> None:
+def test_compiled_calls_agree(call: Call, modes: Autocast) -> None:
     verify(call, modes, ("compiled", functools.partial(compiled, matmul)))
 
 
 @pytest.mark.endurance
 @long
 @given(call=calls(), modes=autocasts())
-def test_for_long(call: Call, modes: Autocast) -> None:
+def test_random_calls_for_long(call: Call, modes: Autocast) -> None:
     verify(call, modes)
 
 
 @pytest.mark.endurance
 @settings(long, max_examples=400)
 @given(call=calls(), modes=autocasts())
-def test_compiled_for_long(call: Call, modes: Autocast) -> None:
+def test_compiled_calls_agree_for_long(call: Call, modes: Autocast) -> None:
     verify(call, modes, ("compiled", functools.partial(compiled, matmul)))

@@ -250,12 +250,12 @@ def answered(sums: Sums) -> Iterator[Sums]:  # noqa: F811
 @bounded
 @given(drawn=products())
 @pytest.mark.slow
-def test_a_product_is_torchs(answered: Sums, drawn: dict[str, Any]) -> None:
+def test_a_product_equals_torchs(answered: Sums, drawn: dict[str, Any]) -> None:
     verify(drawn)
 
 
 @pytest.mark.endurance
 @long
 @given(drawn=products())
-def test_a_product_is_torchs_for_long(answered: Sums, drawn: dict[str, Any]) -> None:
+def test_a_product_equals_torchs_for_long(answered: Sums, drawn: dict[str, Any]) -> None:
     verify(drawn)

@@ -66,7 +66,7 @@ PLAIN = [*[BF16] * 4, *[FP32] * 4, *[FP16] * 2]
 EPILOGUES = [*[None] * 4, "silu", "relu", "softcap(3)", "gelu_tanh+relu", "swiglu", "geglu+relu"]
 ALPHAS: list[Any] = [*[1.0] * 6, 2, -0.5, 0.0, np.float32(0.5), torch.tensor(2.0)]
 #: The argument that requires a gradient; "": none does.
-LEARNT = [*[""] * 8, "a", "b", "bias", "residual", "scale of a", "scale of b", "alpha"]
+WITH_GRADIENTS = [*[""] * 8, "a", "b", "bias", "residual", "scale of a", "scale of b", "alpha"]
 
 
 @st.composite
@@ -108,7 +108,7 @@ def calls(draw: Any) -> Call:
     if seldom(draw):
         call["scale_b"] = torch.ones(())
     call = {name: t for name, t in call.items() if name == "alpha" or t is not None}
-    return learning(call, draw(st.sampled_from(LEARNT)))
+    return learning(call, draw(st.sampled_from(WITH_GRADIENTS)))
 
 
 def learning(call: Call, name: str) -> Call:
@@ -297,19 +297,19 @@ def test_every_path_gives_the_same_or_refuses(call: Call, modes: Autocast) -> No
 @settings(bounded, max_examples=3)
 @given(call=calls(), modes=autocasts())
 @pytest.mark.slow
-def test_compiled_too(call: Call, modes: Autocast) -> None:
+def test_compiled_calls_agree(call: Call, modes: Autocast) -> None:
     verify(call, modes, ("compiled", compiled_matmul))
 
 
 @pytest.mark.endurance
 @long
 @given(call=calls(), modes=autocasts())
-def test_for_long(call: Call, modes: Autocast) -> None:
+def test_random_calls_for_long(call: Call, modes: Autocast) -> None:
     verify(call, modes)
 
 
 @pytest.mark.endurance
 @settings(long, max_examples=300)
 @given(call=calls(), modes=autocasts())
-def test_compiled_for_long(call: Call, modes: Autocast) -> None:
+def test_compiled_calls_agree_for_long(call: Call, modes: Autocast) -> None:
     verify(call, modes, ("compiled", compiled_matmul))

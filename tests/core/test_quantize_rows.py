@@ -70,7 +70,7 @@ def test_rows_without_values(shape: tuple[int, ...], group: int) -> None:
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, BF16], ids=str)
 @pytest.mark.parametrize(("m", "k", "group"), SHAPES)
-def test_the_kernel(m: int, k: int, group: int, dtype: torch.dtype) -> None:
+def test_the_kernel_equals_the_reference(m: int, k: int, group: int, dtype: torch.dtype) -> None:
     device = "cpu" if interpreting() else "cuda"
     x = drawn(m, k, dtype=dtype, device=device)
     aligned = k * x.element_size() % 16 == 0
@@ -132,7 +132,7 @@ def test_any_number_of_dimensions_and_any_strides(lead: tuple[int, ...], device:
     assert quantize_rows(torch.randn(0, 256, device=device), group=128).shape == (0, 256)
 
 
-def test_errors_come_first() -> None:
+def test_invalid_operands_are_refused_first() -> None:
     x = torch.randn(3, 256)
     for group in (16, 256, True, 128.0):
         with pytest.raises(ValueError, match="groups of 32, 64 or 128 values, or 0"):

@@ -47,7 +47,7 @@ CALLS: dict[str, Callable[[], Tensor]] = {
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_it_is_a_weight(call: str) -> None:
+def test_every_call_takes_a_quantised_weight(call: str) -> None:
     y = CALLS[call]()
     assert y.dtype == BF16
     close(y, X.double() @ VALUES.T)
@@ -65,7 +65,7 @@ def test_it_is_an_operand_on_either_side() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, BF16, torch.float16])
-def test_all_that_follows_a_product(dtype: torch.dtype) -> None:
+def test_a_quantised_product_with_every_term(dtype: torch.dtype) -> None:
     weight, values = quantized(48, 32, dtype=dtype)
     bias, residual = torch.randn(48, dtype=BF16), torch.randn(5, 24, dtype=BF16)
     gate, up = (0.5 * X.double() @ values.T + bias.double()).chunk(2, dim=-1)

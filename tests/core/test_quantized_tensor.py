@@ -230,7 +230,7 @@ def test_properties_that_transpose_raise_as_torchs() -> None:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_extents_of_none_and_one(name: str) -> None:
+def test_no_rows_and_one_row(name: str) -> None:
     weight, values = made(name, 24, 256)
     close(tmm_core.linear(X[:0], weight), X[:0].double() @ values.T)
     close(tmm_core.linear(X[0], weight), X[0].double() @ values.T)
@@ -281,7 +281,7 @@ def test_parts_are_folded_as_their_operands(name: str) -> None:
 
 @pytest.mark.parametrize("zero", [None, torch.tensor(3, dtype=torch.int8)])
 @pytest.mark.parametrize("rows", [0, 3])
-def test_one_scale_of_a_stack_of_one(zero: Tensor | None, rows: int) -> None:
+def test_a_stack_of_one_weight_may_have_one_scale(zero: Tensor | None, rows: int) -> None:
     codes = torch.randint(-9, 9, (1, 24, 256), dtype=torch.int8)
     stack: Any = Quantized(codes, torch.tensor(0.5), zero)
     expected = X[:rows].double() @ (codes.double() - (0 if zero is None else 3)).mT / 2
@@ -307,7 +307,7 @@ def test_two_formats(first: str, second: str) -> None:
     close(tmm_core.matmul(a, b.T), of_a @ of_b.T)
 
 
-def test_modules_of_it(pair: tuple[Quantized, Tensor]) -> None:
+def test_modules_with_quantised_weights(pair: tuple[Quantized, Tensor]) -> None:
     """They share memory with other processes, get memory after the meta device, and are read by
     torch.load as it is."""
     weight, values = pair
@@ -423,7 +423,7 @@ def test_the_gradient_of_an_8_bit_scale_is_not_dropped() -> None:
             y.sum().backward()
 
 
-def test_out_does_not_overlap_a_part(pair: tuple[Quantized, Tensor]) -> None:
+def test_out_may_not_overlap_a_part_of_the_weight(pair: tuple[Quantized, Tensor]) -> None:
     weight, _ = pair
     count = 5 * 24 * 2
     for part in ("stored", "scale", "zero"):

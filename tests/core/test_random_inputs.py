@@ -69,7 +69,7 @@ def test_values_leave_the_users_generator_alone() -> None:
     assert torch.equal(*again)
 
 
-def test_one_function_fills_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_function_fills_all_operands(monkeypatch: pytest.MonkeyPatch) -> None:
     filled: list[str] = []
 
     def fill(name: str, t: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:

@@ -91,7 +91,7 @@ def test_requirements_and_device_do_not(name: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "problem"), [("all", FULL), *others()])
-def test_it_is_read_back_as_it_was(name: str, problem: Problem) -> None:
+def test_a_problem_is_read_back_unchanged(name: str, problem: Problem) -> None:
     document = json.loads(json.dumps(problem.to_json()))
     assert Problem.from_json(document, DEVICE, problem.epilogue) == problem
 

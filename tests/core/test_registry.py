@@ -147,12 +147,12 @@ def test_duplicate_epilogues_are_refused_naming_both() -> None:
         Registry().register(plugin(epilogues=[mine]), "mine")
 
 
-def test_allow_and_deny() -> None:
+def test_plugins_are_allowed_and_denied() -> None:
     points = [EntryPoint(n, plugin(FakeKernel(f"{n}.k"))) for n in ("a", "b", "c")]
     assert names(registry(*points, allow=frozenset({"a", "b"}), deny=frozenset({"b"}))) == ["a.k"]
 
 
-def test_environment_lists(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_variables_select_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
     points = [EntryPoint(n, plugin(FakeKernel(f"{n}.k"))) for n in ("a", "b", "c")]
     monkeypatch.setattr(importlib.metadata, "entry_points", by_group(*points))
     assert names(Registry.from_environment({"TMM_PLUGINS": "a, c"})) == ["a.k", "blas", "c.k"]

@@ -30,7 +30,7 @@ def test_as_many_blocks_fit_on_an_sm_and_no_more(needed: int, resident: int) -> 
     assert all(c // resident - 1024 < needed + 128 for c in smaller)
 
 
-def test_a_block_may_take_a_whole_sm() -> None:
+def test_a_block_may_fill_an_sm() -> None:
     assert residency.share(120_000, 1, MOST) == (131 * 1024, 132 * 1024)
     assert residency.share(227 * 1024, 1, MOST) == (227 * 1024, MOST)
     assert residency.share(227 * 1024 + 1, 1, MOST) is None
@@ -108,7 +108,7 @@ def test_l1_gets_what_the_blocks_that_fit_do_not_need(install: Any) -> None:
         (Driver(9), _kernel(40_000), 8),  # so many do not fit
     ],
 )
-def test_what_cannot_be_spread_is_left_as_it_is(
+def test_launches_that_cannot_be_spread_are_unchanged(
     install: Any, driver: Driver | None, kernel: Any, resident: int
 ) -> None:
     install(driver)

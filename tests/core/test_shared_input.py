@@ -202,12 +202,12 @@ def test_arguments_and_their_inverse() -> None:
 
 # opcheck in torch 2.15 issues it for tensors in a list.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
-def test_the_operators_rules() -> None:
+def test_the_concurrent_operator_passes_torchs_checks() -> None:
     torch.library.opcheck(concurrent, arguments(calls()))
     torch.library.opcheck(concurrent, arguments(calls(requires_grad=True)))
 
 
-def test_its_values_and_gradients() -> None:
+def test_concurrent_products_have_right_values_and_gradients() -> None:
     given = calls(requires_grad=True)
     results = concurrent(*arguments(given))
     (x, first, *_), (_, second, bias, *_) = given

@@ -153,7 +153,9 @@ QUESTIONS = ["declines", "configs", "default_config", "estimate_us", "workspace_
 @pytest.mark.parametrize("stage", [*QUESTIONS, "bind", "launch"])
 @pytest.mark.parametrize("raised", RAISED)
 @pytest.mark.slow(quick=6)
-def test_it_passes_from_a_first_call(stage: str, raised: type[BaseException]) -> None:
+def test_an_exception_in_a_first_call_reaches_the_caller(
+    stage: str, raised: type[BaseException]
+) -> None:
     bomb = Bomb(stage, raised)
     install(bomb)
     passes(raised, lambda: tmm_core.matmul(A, B))
@@ -162,7 +164,7 @@ def test_it_passes_from_a_first_call(stage: str, raised: type[BaseException]) ->
 
 
 @pytest.mark.parametrize("raised", RAISED)
-def test_it_passes_from_a_warm_call(raised: type[BaseException]) -> None:
+def test_an_exception_in_a_warm_call_reaches_the_caller(raised: type[BaseException]) -> None:
     bomb = Bomb("launch", raised)
     bomb.armed = False
     install(bomb)
@@ -174,7 +176,9 @@ def test_it_passes_from_a_warm_call(raised: type[BaseException]) -> None:
 
 @pytest.mark.parametrize("raised", RAISED)
 @pytest.mark.parametrize("origin", ["forced", "heuristic"])
-def test_it_passes_from_untuned_choices(raised: type[BaseException], origin: str) -> None:
+def test_an_exception_in_an_untuned_choice_reaches_the_caller(
+    raised: type[BaseException], origin: str
+) -> None:
     for stage in ("bind", "launch"):
         bomb = Bomb(stage, raised)
         install(bomb)
@@ -198,7 +202,7 @@ def test_it_passes_from_untuned_choices(raised: type[BaseException], origin: str
     ids=lambda value: value if isinstance(value, str) else "",
 )
 @pytest.mark.slow(quick=6)
-def test_it_passes_from_the_cache(
+def test_an_exception_in_the_cache_reaches_the_caller(
     raised: type[BaseException],
     where: str,
     module: Any,
@@ -227,7 +231,7 @@ def test_it_passes_from_the_cache(
 
 @pytest.mark.parametrize("pace", ["free", "lines"])
 @pytest.mark.parametrize("raised", [RuntimeError, Unique, KeyboardInterrupt])
-def test_it_passes_while_two_threads_start(
+def test_an_exception_while_two_threads_start_reaches_the_caller(
     pace: Any, raised: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The thread that has started ends: it neither waits for the other nor goes on."""
@@ -265,7 +269,7 @@ class Entry:
 
 @pytest.mark.parametrize("raised", RAISED)
 @pytest.mark.parametrize("stage", ["import", "hook", "name", "listing"])
-def test_it_passes_from_loading_which_starts_again(
+def test_an_exception_while_loading_reaches_the_caller_and_loading_starts_again(
     raised: type[BaseException], stage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bomb = Bomb(stage, raised)

@@ -19,54 +19,54 @@ from tmm_core.launch import warm
 from tmm_core.nn import GatedMLP, Linear, convert
 from tmm_core.settings import Settings, current, with_static_weights, within
 
-SAID = settings(static_weights=True)
+STATIC = settings(static_weights=True)
 PROBLEM = problem(static_weights=True)
 EARLY, PLAIN = 100, 1
 
 
 @dataclass(frozen=True, kw_only=True)
-class WordConfig(FakeConfig):
+class EarlyConfig(FakeConfig):
     @property
     def assumes(self) -> tuple[str, ...]:
         return ("static_weights",) if self.tile == EARLY else ()
 
 
-class Word(FakeKernel):
-    """Faster where it may go by the word."""
+class EarlyKernel(FakeKernel):
+    """Faster under the promise of static weights."""
 
-    config_type = WordConfig
+    config_type = EarlyConfig
 
     def configs(self, problem: Problem) -> Iterable[FakeConfig]:
-        return [WordConfig(tile=tile) for tile in self.tiles]
+        return [EarlyConfig(tile=tile) for tile in self.tiles]
 
     def default_config(self, problem: Problem) -> FakeConfig:
-        return WordConfig(tile=PLAIN)
+        return EarlyConfig(tile=PLAIN)
 
 
-#: As an author should not: proposed whether the word was given or not.
-TIMES = {("word", EARLY): 5.0, ("word", PLAIN): 8.0, "blas": 10.0}
+#: Both configs are proposed with and without the promise, as an author should not do.
+TIMES = {("early", EARLY): 5.0, ("early", PLAIN): 8.0, "blas": 10.0}
 
 
-def word() -> Word:
-    return Word("word", tiles=(PLAIN, 2, EARLY))
+def early() -> EarlyKernel:
+    return EarlyKernel("early", tiles=(PLAIN, 2, EARLY))
 
 
-def test_a_record_made_with_the_word_serves_without_it(tmp_path: Path) -> None:
-    d, _ = dispatcher(FakeBlas(), word(), times=TIMES, root=tmp_path)
-    assert d.choose(PROBLEM, SAID).candidate.config.to_json() == {"tile": EARLY}
-    fresh, timer = dispatcher(FakeBlas(), word(), times=TIMES, root=tmp_path)
+def test_a_record_made_with_the_promise_serves_without_it(tmp_path: Path) -> None:
+    d, _ = dispatcher(FakeBlas(), early(), times=TIMES, root=tmp_path)
+    assert d.choose(PROBLEM, STATIC).candidate.config.to_json() == {"tile": EARLY}
+    fresh, timer = dispatcher(FakeBlas(), early(), times=TIMES, root=tmp_path)
     choice = fresh.choose(problem(), settings())
     assert (choice.candidate.config.to_json(), choice.origin) == ({"tile": PLAIN}, "cache")
     # Nor where nothing may be tuned, or a kernel is forced.
-    for how in (settings(on_cache_miss="error"), settings(kernel="word")):
+    for how in (settings(on_cache_miss="error"), settings(kernel="early")):
         assert fresh.choose(problem(), how).candidate.config.to_json() == {"tile": PLAIN}
     assert timer.measured == []
 
 
-def test_many_fast_configs_of_the_word_leave_one_without_it(tmp_path: Path) -> None:
+def test_many_fast_configs_that_need_the_promise_leave_one_without_it(tmp_path: Path) -> None:
     """Configs that rely on the promise fill all places of the last round."""
 
-    class Many(Word):
+    class Many(EarlyKernel):
         config_type = ManyConfig
 
         def default_config(self, problem: Problem) -> FakeConfig:
@@ -75,14 +75,14 @@ def test_many_fast_configs_of_the_word_leave_one_without_it(tmp_path: Path) -> N
         def configs(self, problem: Problem) -> Iterable[FakeConfig]:
             return [ManyConfig(tile=tile) for tile in self.tiles]
 
-    kernel = Many("word", tiles=(PLAIN, *range(EARLY, EARLY + 9)))
-    times = {("word", tile): 5.0 for tile in kernel.tiles} | {("word", PLAIN): 8.0, "blas": 10.0}
+    kernel = Many("early", tiles=(PLAIN, *range(EARLY, EARLY + 9)))
+    times = {("early", tile): 5.0 for tile in kernel.tiles} | {("early", PLAIN): 8.0, "blas": 10.0}
     d, _ = dispatcher(FakeBlas(), kernel, times=times, root=tmp_path)
-    assert d.choose(PROBLEM, SAID).candidate.config.to_json() != {"tile": PLAIN}
+    assert d.choose(PROBLEM, STATIC).candidate.config.to_json() != {"tile": PLAIN}
     assert d.choose(problem(), settings()).candidate.config.to_json() == {"tile": PLAIN}
     found = d.record(PROBLEM)
     assert found is not None
-    (plain,) = (c for c in found[1].candidates if (c.kernel, c.config["tile"]) == ("word", PLAIN))
+    (plain,) = (c for c in found[1].candidates if (c.kernel, c.config["tile"]) == ("early", PLAIN))
     assert (plain.status, sorted(plain.inside_us)) == ("ok", [33, 49])  # as the winner's
 
 
@@ -93,41 +93,41 @@ class ManyConfig(FakeConfig):
         return ("static_weights",) if self.tile >= EARLY else ()
 
 
-def test_without_the_word_nothing_is_tried_that_relies_on_it() -> None:
-    kernel = word()
+def test_without_the_promise_nothing_is_tried_that_relies_on_it() -> None:
+    kernel = early()
     d, _ = dispatcher(FakeBlas(), kernel, times=TIMES)
     choice = d.choose(problem(), settings())
     assert choice.candidate.config.to_json() == {"tile": PLAIN}
     record = d.tune(problem(), settings(), force=True)
-    assert {c.config.get("tile") for c in record.candidates if c.kernel == "word"} == {PLAIN, 2}
+    assert {c.config.get("tile") for c in record.candidates if c.kernel == "early"} == {PLAIN, 2}
 
 
-def test_a_record_made_without_the_word_is_completed_once(tmp_path: Path) -> None:
-    d, timer = dispatcher(FakeBlas(), word(), FakeKernel("other"), times=TIMES, root=tmp_path)
+def test_a_record_made_without_the_promise_is_completed_once(tmp_path: Path) -> None:
+    d, timer = dispatcher(FakeBlas(), early(), FakeKernel("other"), times=TIMES, root=tmp_path)
     assert d.choose(problem(), settings()).candidate.config.to_json() == {"tile": PLAIN}
     timer.measured.clear()
-    assert d.choose(PROBLEM, SAID).candidate.config.to_json() == {"tile": EARLY}
-    assert set(timer.measured) == {"word", "blas"}  # the other knows no word
-    fresh, timer = dispatcher(FakeBlas(), word(), FakeKernel("other"), times=TIMES, root=tmp_path)
-    choice = fresh.choose(PROBLEM, SAID)
+    assert d.choose(PROBLEM, STATIC).candidate.config.to_json() == {"tile": EARLY}
+    assert set(timer.measured) == {"early", "blas"}  # no other config needs the promise
+    fresh, timer = dispatcher(FakeBlas(), early(), FakeKernel("other"), times=TIMES, root=tmp_path)
+    choice = fresh.choose(PROBLEM, STATIC)
     assert (choice.candidate.config.to_json(), choice.origin) == ({"tile": EARLY}, "cache")
     assert fresh.choose(problem(), settings()).candidate.config.to_json() == {"tile": PLAIN}
     assert timer.measured == []
 
 
 def test_a_config_that_failed_early_is_not_tried_at_every_start(tmp_path: Path) -> None:
-    class Failing(Word):
+    class Failing(EarlyKernel):
         def bind(self, problem: Problem, config: FakeConfig) -> Any:
             if config.assumes:
                 raise ValueError("does not compile")
             return super().bind(problem, config)
 
     for measures in (True, False):
-        kernel = Failing("word", tiles=(PLAIN, EARLY))
+        kernel = Failing("early", tiles=(PLAIN, EARLY))
         d, timer = dispatcher(FakeBlas(), kernel, times=TIMES, root=tmp_path)
         warned = pytest.warns(TmmWarning, match="does not compile")
         with warned if measures else contextlib.nullcontext():
-            choice = d.choose(PROBLEM, SAID)
+            choice = d.choose(PROBLEM, STATIC)
         assert choice.candidate.config.to_json() == {"tile": PLAIN}
         assert bool(timer.measured) is measures
 
@@ -136,32 +136,32 @@ def test_a_config_that_failed_early_is_not_tried_at_every_start(tmp_path: Path) 
 def test_a_config_that_was_hopeless_early_is_not_queried_at_every_start(
     tmp_path: Path, plain_us: float
 ) -> None:
-    class Hopeless(Word):
+    class Hopeless(EarlyKernel):
         def estimate_us(self, problem: Problem, config: FakeConfig) -> float:
             return 1000.0 if config.assumes else plain_us
 
     for measures in (True, False):
-        kernels = FakeBlas(estimate=10.0), Hopeless("word", tiles=(PLAIN, EARLY))
+        kernels = FakeBlas(estimate=10.0), Hopeless("early", tiles=(PLAIN, EARLY))
         d, timer = dispatcher(*kernels, times=TIMES, root=tmp_path)
         hopeless = plain_us > 100
-        assert d.choose(PROBLEM, SAID).candidate.kernel.name == ("blas" if hopeless else "word")
+        assert d.choose(PROBLEM, STATIC).candidate.kernel.name == ("blas" if hopeless else "early")
         assert bool(timer.measured) is measures
-    record = d.tune(PROBLEM, SAID)
+    record = d.tune(PROBLEM, STATIC)
     (entry,) = (c for c in record.candidates if c.status == "failed")
     assert entry.config == {"tile": EARLY}
     assert "expects to take" in str(entry.reason)
 
 
-def test_a_forced_config_needs_the_word() -> None:
-    d, _ = dispatcher(FakeBlas(), word())
+def test_a_forced_config_needs_the_promise_that_it_relies_on() -> None:
+    d, _ = dispatcher(FakeBlas(), early())
     forced = '{"tile": 100}'
-    choice = d.choose(PROBLEM, settings(static_weights=True, kernel="word", config=forced))
+    choice = d.choose(PROBLEM, settings(static_weights=True, kernel="early", config=forced))
     assert choice.candidate.config.to_json() == {"tile": EARLY}
-    with pytest.raises(UnsupportedProblemError, match=r"'word'.*tile=100.*static_weights"):
-        d.choose(problem(), settings(kernel="word", config=forced))
+    with pytest.raises(UnsupportedProblemError, match=r"'early'.*tile=100.*static_weights"):
+        d.choose(problem(), settings(kernel="early", config=forced))
 
 
-def test_the_word_is_not_part_of_the_key() -> None:
+def test_the_promise_is_not_part_of_the_key() -> None:
     assert PROBLEM.to_json() == problem().to_json()
 
 
@@ -216,7 +216,7 @@ def test_the_promise_is_about_matrices(problems: list[Problem]) -> None:
         assert promises(problems) == [False]
 
 
-def test_backward_does_not_rely_on_it(
+def test_backward_does_not_rely_on_the_promise(
     problems: list[Problem], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     x, w = (torch.randn(*shape, requires_grad=True) for shape in ((4, 8), (8, 6)))
@@ -243,7 +243,7 @@ def test_a_weight_that_autocast_casts_was_written_just_now(problems: list[Proble
         assert promises(problems) == [True]
 
 
-def test_converted_layers_promise_it(problems: list[Problem]) -> None:
+def test_converted_layers_promise_static_weights(problems: list[Problem]) -> None:
     class MLP(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()

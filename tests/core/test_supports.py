@@ -41,7 +41,7 @@ INT8 = Operand(torch.int8, format="int8")
 EVERY = dict.fromkeys(("a", "b", "out", "residual"), ANY)
 
 #: A problem, the reason against it, and the declaration that admits it.
-ASKED: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
+REQUIRED: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
     ({"device": replace(GPU, type="cpu")}, "runs on NVIDIA GPUs, not on cpu",
      {"devices": ("cuda", "cpu")}),
     ({"device": replace(GPU, type="cpu", interpreted=True)}, "not on cpu",
@@ -95,7 +95,7 @@ def test_the_interpreter_is_not_listed_as_a_device() -> None:
     assert supports.reasons_against(replace(PLAIN, device=replace(GPU, type="cpu"))) == [message]
 
 
-@pytest.mark.parametrize(("change", "message", "declared"), ASKED)
+@pytest.mark.parametrize(("change", "message", "declared"), REQUIRED)
 def test_undeclared_properties_are_declined(
     change: dict[str, Any], message: str, declared: dict[str, Any]
 ) -> None:

@@ -109,7 +109,7 @@ def test_racing_first_calls_measure_once() -> None:
     assert timer.measured.count("slow") == 1 + 1 + 2  # a look, the race, two M inside, as alone
 
 
-def test_a_tuning_holds_up_no_other_problem() -> None:
+def test_a_tuning_delays_no_other_problem() -> None:
     """The other problems have a record, may not be tuned, or were chosen before."""
     tuning, finish = threading.Event(), threading.Event()
 

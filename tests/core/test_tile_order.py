@@ -29,7 +29,7 @@ def numbers(rows: int, columns: int, group: int) -> list[list[int]]:
     return found
 
 
-def test_five_by_four() -> None:
+def test_orders_of_five_by_four_tiles() -> None:
     assert numbers(5, 4, 1) == [
         [0, 1, 2, 3],
         [4, 5, 6, 7],
@@ -78,7 +78,7 @@ def record(out_ptr, M, N, GROUP_M, COUNT: tl.constexpr):
 
 
 @interpreted
-def test_it_is_the_kernels_formula() -> None:
+def test_the_order_equals_the_kernels() -> None:
     for rows, columns in ((1, 1), (5, 4), (4, 5), (9, 9), (7, 12), (12, 3)):
         for group in (1, 2, 3, 8, 64):
             count = triton.next_power_of_2(rows * columns)

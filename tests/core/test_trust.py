@@ -37,7 +37,7 @@ from tmm_core.spec.problem import Problem
 from tmm_core.verify import data_sets
 
 FAST = {"fast": 10.0, "blas": 20.0}
-GUESS = settings(on_cache_miss="heuristic")
+UNTUNED = settings(on_cache_miss="heuristic")
 #: Launches of a verification at first use, and at further sizes.
 FIRST, BRIEF = 3, 2
 
@@ -63,7 +63,7 @@ def dispatcher(kernel: FakeKernel, store: CacheStore) -> Dispatcher:
     return Dispatcher(registry, Tuner(FakeTimer(FAST)), store)
 
 
-def name(d: Dispatcher, problem: Problem, how: Settings = GUESS) -> str:
+def name(d: Dispatcher, problem: Problem, how: Settings = UNTUNED) -> str:
     """The kernel that answers the problem, after a check of its result."""
     choice, launcher = d.bound(problem, how)
     shape = (problem.m, problem.k), (problem.k, problem.n)
@@ -87,16 +87,16 @@ def test_a_wrong_untuned_choice_is_never_used(tmp_path: Path) -> None:
     launches = kernel.launches
     assert name(d, problem()) == "blas"  # silently
     assert kernel.launches == launches
-    assert "exceeds" in d.rejections(problem(), GUESS)["fast"][0]
+    assert "exceeds" in d.rejections(problem(), UNTUNED)["fast"][0]
     # In another bucket there is no second warning for the same distribution.
     assert name(d, problem(m=128)) == "blas"
-    assert "exceeds" in d.rejections(problem(m=128), GUESS)["fast"][0]
+    assert "exceeds" in d.rejections(problem(m=128), UNTUNED)["fast"][0]
 
 
 def test_a_right_untuned_choice_is_verified_once(tmp_path: Path) -> None:
     kernel = Counting()
     d = dispatcher(kernel, CacheStore(tmp_path, []))
-    assert d.choose(problem(), GUESS).candidate.kernel.kernel is kernel
+    assert d.choose(problem(), UNTUNED).candidate.kernel.kernel is kernel
     assert kernel.launches == 0  # explain() launches nothing
     assert name(d, problem()) == "fast"
     assert kernel.launches == FIRST + 1
@@ -108,7 +108,7 @@ def test_a_right_untuned_choice_is_verified_once(tmp_path: Path) -> None:
     assert kernel.launches == FIRST + 2 + BRIEF + 2
 
 
-def test_stamps_outlive_a_process(tmp_path: Path) -> None:
+def test_a_kernel_is_verified_once_for_all_processes(tmp_path: Path) -> None:
     kernel = Counting()
     assert name(dispatcher(kernel, CacheStore(tmp_path, [])), problem()) == "fast"
     again = Counting()
@@ -204,7 +204,7 @@ def test_a_wrong_winner_of_a_tuning_leaves_the_next(mode: Any) -> None:
 def test_a_neighbours_winner_is_an_untuned_choice(tmp_path: Path) -> None:
     wrong = Counting(wrong=True)
     d = dispatcher(wrong, CacheStore(shipped(tmp_path), []))
-    assert d.choose(problem(n=64), GUESS).origin == "neighbour"
+    assert d.choose(problem(n=64), UNTUNED).origin == "neighbour"
     with pytest.warns(TmmWarning, match="wrong at its first use"):
         assert name(d, problem(n=64)) == "blas"
 
@@ -229,7 +229,7 @@ def test_a_kernel_is_not_used_if_memory_does_not_suffice_to_verify_it(
     monkeypatch.setattr(data_sets, "default_limit", lambda device, most=0: 1000)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        choice, _ = d.bound(problem(), GUESS)
+        choice, _ = d.bound(problem(), UNTUNED)
     assert choice.candidate.kernel.name == "blas"
     assert "MiB of memory" in choice.reason
     assert kernel.launches == 0
@@ -240,7 +240,7 @@ def test_a_kernel_is_not_used_if_memory_does_not_suffice_to_verify_it(
     monkeypatch.undo()
     d = dispatcher(Faulty(exhausted, "fast", estimate=1.0), CacheStore(tmp_path, []))
     with pytest.warns(TmmWarning, match="no memory"):
-        choice, _ = d.bound(problem(), GUESS)
+        choice, _ = d.bound(problem(), UNTUNED)
     assert "no memory" in choice.reason
 
 
@@ -354,7 +354,7 @@ def test_batch_invariant_mode_verifies_too(tmp_path: Path) -> None:
     registry.register(plugin(blas, wrong), "fakes")
     d = Dispatcher(registry, Tuner(FakeTimer(FAST)), CacheStore(tmp_path, []))
     with pytest.warns(TmmWarning) as caught:
-        choice, _ = d.bound(problem(batch_invariant=True), GUESS)
+        choice, _ = d.bound(problem(batch_invariant=True), UNTUNED)
     assert choice.candidate.kernel.name == "blas"
     first, then = (str(warning.message) for warning in caught)
     assert "fast was wrong at its first use" in first
@@ -373,7 +373,7 @@ def test_own_batch_invariant_records_hold_under_capture(tmp_path: Path) -> None:
     invariant(Counting(traits=traits), CacheStore(tmp_path, [])).tune(instance, settings())
     again = Counting(traits=traits)
     d = invariant(again, CacheStore(tmp_path, []))
-    choice, _ = d.bound(replace(instance, capturing=True), GUESS)
+    choice, _ = d.bound(replace(instance, capturing=True), UNTUNED)
     assert (choice.origin, choice.candidate.kernel.kernel) == ("cache", again)
     assert again.launches == 0
 
@@ -383,7 +383,7 @@ def test_a_warning_says_that_blas_is_not_batch_invariant(tmp_path: Path) -> None
     d = invariant(guessed, CacheStore(tmp_path, []))
     instance = problem(batch_invariant=True, capturing=True)
     with pytest.warns(TmmWarning, match="BLAS, which is not batch-invariant: .* being captured"):
-        choice, _ = d.bound(instance, GUESS)
+        choice, _ = d.bound(instance, UNTUNED)
     assert choice.candidate.kernel.name == "blas"
     assert guessed.launches == 0
 
@@ -394,8 +394,8 @@ def test_a_warning_made_an_error_is_not_the_kernels_fault(tmp_path: Path) -> Non
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with pytest.raises(TmmWarning, match="BLAS, which is not batch-invariant"):
-            d.bound(problem(batch_invariant=True, capturing=True), GUESS)
-    choice, _ = d.bound(problem(batch_invariant=True), GUESS)
+            d.bound(problem(batch_invariant=True, capturing=True), UNTUNED)
+    choice, _ = d.bound(problem(batch_invariant=True), UNTUNED)
     assert choice.candidate.kernel.kernel == guessed
 
 
@@ -437,7 +437,7 @@ class OfTwoModes(FakeKernel):
 
 
 @pytest.mark.parametrize("of_torch", [False, True])
-@pytest.mark.parametrize("how", [settings(), GUESS])
+@pytest.mark.parametrize("how", [settings(), UNTUNED])
 def test_deterministic_mode_has_its_own_verification(
     of_torch: bool, how: Settings, tmp_path: Path
 ) -> None:

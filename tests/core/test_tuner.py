@@ -81,7 +81,7 @@ def one_wrong_element(out: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("spoil", [unwritten, one_wrong_element, lambda out: out * 1.001])
-def test_fast_and_wrong_never_wins(spoil: Any) -> None:
+def test_a_fast_and_wrong_kernel_never_wins(spoil: Any) -> None:
     record, timer = tune(
         FakeBlas(), FakeKernel("cheat", spoil=spoil), times={"cheat": 1.0, "blas": 20.0}
     )
@@ -121,7 +121,7 @@ LIMITS = [
 
 
 @pytest.mark.parametrize(("dtype", "tf32", "limit"), LIMITS, ids=str)
-def test_how_wrong_is_wrong(dtype: torch.dtype, tf32: bool, limit: float) -> None:
+def test_the_largest_error_that_passes(dtype: torch.dtype, tf32: bool, limit: float) -> None:
     def off_by(share: float) -> Any:
         def spoil(out: torch.Tensor) -> torch.Tensor:
             exact = out.double()
@@ -659,7 +659,7 @@ def test_a_kernel_not_far_behind_at_the_edge_is_measured_inside(
     assert exact.measured_at == (50,)
 
 
-def test_right_at_the_edge_and_wrong_inside_never_wins() -> None:
+def test_a_kernel_that_is_wrong_inside_the_bucket_never_wins() -> None:
     def spoil(out: torch.Tensor) -> torch.Tensor:
         return out if out.shape[-2] == 64 else out * 1.1
 
@@ -671,7 +671,7 @@ def test_right_at_the_edge_and_wrong_inside_never_wins() -> None:
 
 
 @pytest.mark.parametrize("layout", ["row", "col"])
-def test_timed_as_called(layout: Any) -> None:
+def test_candidates_are_timed_as_calls_launch_them(layout: Any) -> None:
     """A row-major output is the launcher's to allocate: BLAS, given one, copies into it."""
     given: list[bool] = []
 
@@ -1036,7 +1036,7 @@ def test_steady_state_is_measured_again_where_the_first_measurement_is_unclear(
     }
 
 
-def test_nor_does_it_answer_in_another_s_place_or_inside_the_bucket() -> None:
+def test_a_kernel_that_loses_in_steady_state_does_not_answer_inside_the_bucket() -> None:
     blas = revised(result("blas", 210.0), steady_us=200.0, inside_us={33: 105.0})
     late = revised(result("p", 190.0), steady_us=205.0, inside_us={33: 90.0})
     good = revised(result("q", 200.0), steady_us=200.0, inside_us={33: 100.0})
@@ -1150,6 +1150,6 @@ def test_blas_is_judged_by_the_form_of_its_result_alone() -> None:
     assert winner(record) == "fast"
 
 
-def test_the_clock_is_of_the_device() -> None:
+def test_each_device_has_its_timer() -> None:
     assert type(timer_for(torch.device("cuda", 1))) is GraphTimer
     assert type(timer_for(torch.device("cpu"))) is HostTimer

@@ -57,7 +57,7 @@ class TwoBuffers(Lie):
         return result.copy_(buffer)
 
 
-def test_a_weight_that_changes_for_a_while_is_found_by_who_shares_it() -> None:
+def test_a_thread_that_shares_a_weight_detects_its_temporary_change() -> None:
     for _ in range(10):
         assert wrong(LIES["A5"]["weights that change for a while"](), "launches", 128)
 
@@ -139,7 +139,7 @@ def test_turns_alternate_and_a_thread_that_is_away_is_not_waited_for(
     assert time.monotonic() - began < 5
 
 
-def test_turns_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_turns_end_after_some_lines_or_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     """After a number of lines, and after a time."""
     monkeypatch.setattr(two_threads, "_WAITS", 0)
     with monkeypatch.context() as m:
@@ -266,7 +266,7 @@ def test_threads_on_a_gpu_have_a_stream_each_and_begin_together(
     [(1, 64, False, 1), (5, 1 << 40, False, 5), (5, 64 * 3, False, 3), (5, 1, False, 1),
      (5, 1 << 40, True, 1)],
 )  # fmt: skip
-def test_so_many_results_of_each_thread_are_kept(
+def test_the_number_of_results_kept_for_each_thread(
     most: int, share: int, into: bool, kept: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The last launches' results may take a sixty-fourth of the memory limit; an output holds the

@@ -262,7 +262,7 @@ def test_each_fault_is_seen(name: str) -> None:
     assert re.search(says, found.reason), found.reason
 
 
-def test_right_at_64_and_wrong_at_50() -> None:
+def test_a_kernel_that_is_wrong_for_incomplete_tiles_is_refused() -> None:
     def ragged(right: Any, a: Any, *rest: Any) -> Any:
         result = right(a, *rest)
         result[len(a) // 16 * 16 :] = 0
@@ -330,7 +330,7 @@ def test_outputs_that_launchers_do_not_make(fault: str) -> None:
     assert not verdict(writes_to_its_first_out(), instance).ok
 
 
-def test_wrong_never_wins_end_to_end() -> None:
+def test_a_wrong_kernel_never_wins_end_to_end() -> None:
     """The tuner calls the verifier."""
     for name in ("right with out and zeros without", "a reused buffer", "NaN turned to zero"):
         timer = FakeTimer({"faulty": 1.0, "blas": 20.0})
@@ -534,7 +534,7 @@ REAL = {
     ],
 )
 @pytest.mark.slow
-def test_real_kernels_pass(name: str, interpreted: str) -> None:
+def test_tmms_kernels_pass(name: str, interpreted: str) -> None:
     problem = replace(REAL[name], device=fingerprint(CPU))
     verifier, count = Verifier(problem, CPU), 0
     for kernel in kernels():
@@ -751,7 +751,7 @@ def test_both_sets_are_of_the_requested_class(name: str) -> None:
     assert first.inputs.a.data_ptr() != second.inputs.a.data_ptr()
 
 
-def test_bands() -> None:
+def test_guard_bands_detect_writes() -> None:
     held = with_guard_bands(memory_layout(F16, (3, 5)), CPU, UNWRITTEN)
     held.poison()
     assert held.tensor.isnan().all()

@@ -62,7 +62,7 @@ def run(capsys: pytest.CaptureFixture[str], status: int) -> tuple[list[str], lis
     return lines, json.loads(capsys.readouterr().out)
 
 
-def test_nothing_on_record(capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_without_records(capsys: pytest.CaptureFixture[str]) -> None:
     lines, found = run(capsys, 0)
     assert lines == [f"0 records for {DEVICE.gpu}"]
     assert found == []

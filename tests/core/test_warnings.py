@@ -132,7 +132,7 @@ HOW = {
 
 @pytest.mark.parametrize("cause", CAUSES, ids=lambda cause: cause.__name__)
 @pytest.mark.parametrize("how", HOW)
-def test_it_points_at_the_call(
+def test_a_warning_points_at_the_users_line(
     cause: Callable[[pytest.MonkeyPatch], None], how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cause(monkeypatch)

@@ -58,7 +58,7 @@ def test_the_rows_equal_the_benchmarks(bench: Any) -> None:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", ROWS)
 @pytest.mark.slow
-def test_a_row_runs(bench: Any, name: str) -> None:
+def test_each_row_of_the_benchmark_runs(bench: Any, name: str) -> None:
     torch.manual_seed(0)
     interpreted = [each.name for each in tmm_core.kernels() if each.name != "blas"]
     with tmm_core.override(disable=interpreted):  # which would take most of the time

@@ -22,7 +22,7 @@ def test_random_calls_are_right(seed: int, monkeypatch: Any) -> None:
 
 @pytest.mark.endurance
 @pytest.mark.parametrize("seed", range(1000, 1015))
-def test_for_long(seed: int, monkeypatch: Any) -> None:
+def test_random_calls_for_long(seed: int, monkeypatch: Any) -> None:
     draw, end = Draw(seed, "cuda", small=False), time.monotonic() + 150
     count = 0
     while time.monotonic() < end:

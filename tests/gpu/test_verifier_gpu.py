@@ -69,7 +69,7 @@ PROBLEMS: dict[str, Callable[[], Problem]] = {
 
 
 @pytest.mark.parametrize("name", PROBLEMS)
-def test_real_kernels_pass(name: str) -> None:
+def test_tmms_kernels_pass(name: str) -> None:
     problem = PROBLEMS[name]()
     verifier, faults = Verifier(problem, device()), []
     for kernel in dispatch.default_dispatcher().registry.kernels():

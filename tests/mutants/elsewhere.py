@@ -147,7 +147,7 @@ SPEC = [
 
 _GRADIENT = ("tests/core/test_autograd.py::test_a_bias_in_fp32_is_summed_for_in_fp32",)
 _HOPPER_BATCHES = (f"{HOPPER}::test_batches",)
-_PROPOSED = (f"{EARLY}::test_loading_early_is_proposed_to_who_gave_the_word",)
+_PROPOSED = (f"{EARLY}::test_early_loads_are_proposed_only_under_the_promise",)
 _BUILT = (f"{EARLY}::test_dependent_launch_where_the_config_says_and_the_gpu_can",)
 #: A config that loads b early no longer relies on the caller's word.
 _WORD = 'return ("static_weights",) if self.early == "b" else ()', "return ()"
@@ -281,5 +281,5 @@ ELSEWHERE = [
            "an old weight is read", _PROPOSED),
     Mutant("wait-is-early", "tmm_triton/operands.py",
            '"EARLY": overlaps and config.early == "b"', '"EARLY": overlaps',
-           "a weight is read before the wait without the word", _BUILT),
+           "a weight is read before the wait without the promise", _BUILT),
 ]  # fmt: skip

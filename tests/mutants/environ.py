@@ -339,7 +339,7 @@ ENVIRON = [
         read = Fault(path, f"is not a valid""",
         """        read = Fault(path, f"is not a valid""",
         "a handler's ValueError is taken for a damaged record",
-        (f"{SIGNALS}::test_it_passes_from_the_cache",),
+        (f"{SIGNALS}::test_an_exception_in_the_cache_reaches_the_caller",),
     ),
     Mutant(
         "signal-cycle",

@@ -317,7 +317,7 @@ GROUPED = [
         "return node.args in taken",
         "return True",
         "a gate that mixes columns is taken for one of pairs",
-        (f"{CLAMPED}::test_another_gate_is_not",),
+        (f"{CLAMPED}::test_other_gates_are_not_recognised",),
     ),
     Mutant(
         "grouped-hopper-clip",

@@ -49,7 +49,7 @@ KERNELS = [
         "hopper = problem.device.nvidia",
         'hopper = problem.device.type == "cuda"',
         "an MI200 is taken to sum as a Hopper GPU",
-        ("tests/plugins/test_arithmetic.py::test_elsewhere_nothing_is_claimed",),
+        ("tests/plugins/test_arithmetic.py::test_other_gpus_and_operands_have_no_reduction_order",),
     ),
     Mutant(
         "gathered-alignment",

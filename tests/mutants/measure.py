@@ -41,7 +41,7 @@ BENCH = [
            "return bucketed(problem.bare()) if task.bucketed else problem",
            "return problem",
            "random problems are tuned at their own M",
-           ("tests/core/test_bench.py::test_regret_holds_the_choice_against_torch_and_the_best_known",)),
+           ("tests/core/test_bench.py::test_regret_compares_the_choice_with_torch_and_the_best_known",)),
     Mutant("quick-order", "bench/quick.py",
            "    for i, largest in enumerate(CPU_SIZES):\n        for members in classes:\n",
            "    for members in classes:\n        for i, largest in enumerate(CPU_SIZES):\n",

@@ -39,7 +39,7 @@ PATH = [
     Mutant("raced-of-short", "tuning/ranking.py", "fast <= LONG_CALL_US or ", "",
            "races cost more than they gain", (f"{EXACT}::test_no_race_where_it_is_not_worth_its_time",)),
     Mutant("raced-without-end", "tuning/ranking.py", " or len(raced) >= MOST_RACED", "",
-           "a server with random M races for ever", (f"{EXACT}::test_a_record_keeps_so_many",)),
+           "a server with random M races for ever", (f"{EXACT}::test_a_record_keeps_a_limited_number_of_races",)),
     Mutant("raced-wrong-wins", "tuning/tuner.py", "            if run.status == \"wrong\":\n", "            if False:\n",
            "a kernel that is wrong at an M may answer there", (f"{EXACT}::test_a_kernel_that_is_wrong_there_does_not_win",)),
 ]  # fmt: skip

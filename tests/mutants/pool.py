@@ -74,7 +74,7 @@ POOL = [
         "self._hung[about] += isinstance(failure, HungError)",
         "pass",
         "each config of a kernel that hangs in its first launch costs a minute",
-        (f"{FIRST}::test_of_one_kernel_two_may_hang",),
+        (f"{FIRST}::test_a_kernel_is_left_out_after_two_hangs",),
     ),
     Mutant(
         "launch-worn-out-worker",

@@ -51,7 +51,7 @@ REDRAWN = [
     Mutant("redrawn-pass-of-before", "interop/inductor.py",
            "before[0] if len(before) == 1", "before[1] if len(before) == 1",
            "disable() raises if torch's option held another pass",
-           ("tests/core/test_inductor.py::test_passes_are_taken_back",)),
+           ("tests/core/test_inductor.py::test_disable_restores_torchs_passes",)),
     Mutant("redrawn-joint-biases", "nn/projections.py",
            "[bias for bias in biases if bias is not None]", "[bias for bias in biases if bias is None]",
            "compiled projections lose their biases",

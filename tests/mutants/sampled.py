@@ -173,7 +173,7 @@ SAMPLED = [
            'print(f"problem    {explanation.problem}\\n',
            'print(f"\\n',
            "an analysis does not say of which problem it is",
-           ("tests/core/test_explain.py::test_why",)),
+           ("tests/core/test_explain.py::test_explain_why",)),
     Mutant("sampled-help-text", "tmm_cache/cli.py",
            "text[0].upper() + text[1:]",
            "text[0].upper() + text[2:]",

@@ -175,7 +175,7 @@ def test_parts_summed_by_one_program_equal_those_of_several() -> None:
     assert PersistentConfig.from_json(document) == PERSISTENT
 
 
-def test_a_cut_that_m_decides_is_not_for_the_mode() -> None:
+def test_batch_invariant_mode_has_no_cut_that_depends_on_m() -> None:
     pytest.importorskip("triton.experimental.gluon")
     from tmm_triton.hopper.warp_specialized import WarpSpecialized
 
@@ -207,7 +207,7 @@ def test_of_8_bits_the_step_along_k_is_part_of_the_sum() -> None:
     assert names.isdisjoint({None, "sm90-k16"})
 
 
-def test_elsewhere_nothing_is_claimed() -> None:
+def test_other_gpus_and_operands_have_no_reduction_order() -> None:
     """An H100's measurements do not cover other hardware, other operands or the interpreter."""
     grouped = Grouped()
     for instance in (

@@ -144,7 +144,7 @@ def test_nothing_is_accessed_outside_an_operand(
 
 
 @interpreted
-def test_the_fences_are_seen(fences: Fences) -> None:
+def test_a_read_past_the_fence_is_detected(fences: Fences) -> None:
     """A kernel that is given one row too many reads it."""
     a, b, out = fences.matrix(4, 16), fences.matrix(16, 16), fences.matrix(4, 16)
     kernel, config = next(iter(KERNELS.items()))
@@ -325,7 +325,7 @@ def test_a_copied_weight_is_not_read_before_it_is_copied() -> None:
 
 @pytest.mark.parametrize("n", [4096, 14336])
 @pytest.mark.parametrize("m", [1, 64, 128, 129, 4096])
-def test_so_many_configs_are_proposed_and_no_more(m: int, n: int) -> None:
+def test_the_number_of_proposed_configs_is_limited(m: int, n: int) -> None:
     for promised in (False, True):
         problem = replace(ask(m, n, 4096), static_weights=promised)
         found = list(hopper_configs(problem))

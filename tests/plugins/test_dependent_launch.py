@@ -33,7 +33,7 @@ from tmm_core.triton import compile_for, source
 
 KERNELS: list[Any] = [WarpSpecialized(), Skinny(), SplitK()]
 DECODE = problem(16, 4096, 4096)
-SAID = dataclasses.replace(DECODE, static_weights=True)
+STATIC = dataclasses.replace(DECODE, static_weights=True)
 #: The values of ``early`` that are safe if b may be written until the wait, by kernel.
 SAFE = {"triton.warp_specialized": ["wait", "l2"], "triton.skinny": ["wait"]}
 SAFE["triton.split_k"] = ["wait"]
@@ -43,28 +43,28 @@ SAFE["triton.split_k"] = ["wait"]
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
-def test_loading_early_is_proposed_to_who_gave_the_word(kernel: Any) -> None:
+def test_early_loads_are_proposed_only_under_the_promise(kernel: Any) -> None:
     assert not [c for c in kernel.configs(DECODE) if c.assumes]
-    configs = list(kernel.configs(SAID))
+    configs = list(kernel.configs(STATIC))
     early = [c for c in configs if c.early == "b"]
     assert 1 <= len(early) <= 2
     # The best guess comes first as ever, and overlaps nothing; each way to overlap follows, twice.
-    assert configs[0] == kernel.default_config(SAID) == kernel.default_config(DECODE)
-    for instance, ways in ((SAID, [*SAFE[kernel.name], "b"]), (DECODE, SAFE[kernel.name])):
+    assert configs[0] == kernel.default_config(STATIC) == kernel.default_config(DECODE)
+    for instance, ways in ((STATIC, [*SAFE[kernel.name], "b"]), (DECODE, SAFE[kernel.name])):
         proposed = [c.early for c in kernel.configs(instance)]
         assert proposed[0] == ""
         assert sorted(proposed[1 : 1 + 2 * len(ways)]) == sorted(2 * ways)
         assert set(proposed[1 + 2 * len(ways) :]) == {""}
     for config in early:
         assert config.assumes == ("static_weights",)
-        assert (config.unmet_promises(DECODE), config.unmet_promises(SAID)) == (
+        assert (config.unmet_promises(DECODE), config.unmet_promises(STATIC)) == (
             ["static_weights"],
             [],
         )
         plain = dataclasses.replace(config, early="")
         assert plain in configs
         assert (plain.assumes, plain.unmet_promises(DECODE)) == ((), [])
-        assert kernel.arithmetic(SAID, plain) == kernel.arithmetic(SAID, config)
+        assert kernel.arithmetic(STATIC, plain) == kernel.arithmetic(STATIC, config)
         assert type(config).from_json(config.to_json()) == config
         # Records that are older than the field.
         assert type(plain).from_json(
@@ -75,8 +75,8 @@ def test_loading_early_is_proposed_to_who_gave_the_word(kernel: Any) -> None:
 @pytest.mark.parametrize("kernel", KERNELS[1:], ids=lambda kernel: kernel.name)
 def test_only_blocks_that_wait_before_they_load_are_spread(kernel: Any) -> None:
     by_early: dict[str, set[bool]] = {}
-    for config in kernel.configs(SAID):
-        main, *adding = kernel.builds(SAID, config)
+    for config in kernel.configs(STATIC):
+        main, *adding = kernel.builds(STATIC, config)
         by_early.setdefault(config.early, set()).add(main.spreads)
         assert not any(build.spreads for build in adding)
     assert by_early == {"": {False}, "wait": {True}, "b": {False}}
@@ -87,15 +87,15 @@ def test_only_blocks_that_wait_before_they_load_are_spread(kernel: Any) -> None:
 )
 def test_other_gpus_overlap_no_launches(change: dict[str, Any]) -> None:
     """Capability 9.0 is an MI200's, too."""
-    device = dataclasses.replace(SAID.device, **change)
-    configs = SplitK().configs(dataclasses.replace(SAID, device=device))
+    device = dataclasses.replace(STATIC.device, **change)
+    configs = SplitK().configs(dataclasses.replace(STATIC, device=device))
     assert {config.early for config in configs} == {""}
 
 
-def test_only_few_rows_are_early() -> None:
-    many = dataclasses.replace(SAID, m=4096)
+def test_only_products_of_few_rows_launch_early() -> None:
+    many = dataclasses.replace(STATIC, m=4096)
     assert not [c for c in WarpSpecialized().configs(many) if c.early]
-    by_words = dataclasses.replace(SAID, b=Operand(BF16, "row", aligned=False))
+    by_words = dataclasses.replace(STATIC, b=Operand(BF16, "row", aligned=False))
     configs = list(WarpSpecialized().configs(by_words))
     assert configs
     assert {c.early for c in configs} == {"", "wait"}
@@ -109,7 +109,7 @@ def test_only_few_rows_are_early() -> None:
 @pytest.mark.parametrize("kernel", [Skinny(), SplitK()], ids=lambda kernel: kernel.name)
 def test_operands_that_are_not_loaded_ahead_cannot_be_early(kernel: Any) -> None:
     ahead = 2 if kernel.name == "triton.skinny" else 1
-    config = next(c for c in kernel.configs(SAID) if c.early == "b")
+    config = next(c for c in kernel.configs(STATIC) if c.early == "b")
     assert config.num_stages == ahead
     for wrong in ({"num_stages": 3 - ahead}, {"early": "l2"}, {"early": "a"}):
         with pytest.raises(ConfigError):
@@ -142,23 +142,23 @@ def test_only_few_rows_of_one_matrix_are_early(kernel: Any) -> None:
 @pytest.mark.parametrize("kernel", KERNELS[1:], ids=lambda kernel: kernel.name)
 def test_nothing_overlaps_where_the_gpu_cannot(kernel: Any) -> None:
     ampere = dataclasses.replace(H200, capability=(8, 0), name="A100")
-    configs = list(kernel.configs(dataclasses.replace(SAID, device=ampere)))
+    configs = list(kernel.configs(dataclasses.replace(STATIC, device=ampere)))
     assert configs
     assert not [c for c in configs if c.early]
 
 
 @pytest.mark.parametrize("kernel", [Skinny(), SplitK()], ids=lambda kernel: kernel.name)
-def test_waiting_needs_no_promise(kernel: Any) -> None:
-    for config in kernel.configs(SAID):
+def test_kernels_that_wait_need_no_promise(kernel: Any) -> None:
+    for config in kernel.configs(STATIC):
         waiting = dataclasses.replace(config, early="wait")
         assert waiting.assumes == ()
         assert type(config).from_json(waiting.to_json()) == waiting
 
 
-def test_a_copy_of_the_weight_is_not_at_rest() -> None:
+def test_a_copied_weight_is_not_static() -> None:
     """The previous launch writes the copy, even if the weight itself is promised to be static."""
     both = dataclasses.replace(
-        SAID, m=100, k=4093, a=Operand(BF16, aligned=False), b=Operand(BF16, "col", aligned=False)
+        STATIC, m=100, k=4093, a=Operand(BF16, aligned=False), b=Operand(BF16, "col", aligned=False)
     )
     assert not realigned(both).static_weights
     assert not [c for c in Realigned().configs(both) if c.assumes]
@@ -194,7 +194,9 @@ def test_the_weight_comes_before_the_launch_before_has_ended(
 @pytest.mark.parametrize("ways", [{"splits": 2}, {"parts": 3}, {"gated": True}, {"batch": "b"}])
 @pytest.mark.parametrize(("consumers", "pingpong"), SCHEDULES)
 @pytest.mark.slow(quick=6)
-def test_early_with_all_that_follows(consumers: int, pingpong: bool, ways: dict[str, Any]) -> None:
+def test_early_launches_with_every_fused_term(
+    consumers: int, pingpong: bool, ways: dict[str, Any]
+) -> None:
     programs = 6 if "splits" in ways else 3
     sizes = {"m": 10, "n": 8, "k": 24} if "splits" in ways else {"k": 12}
     for seed in range(4):
@@ -309,12 +311,12 @@ _EVENTS = re.compile(
 )
 _CASES = {
     "plain": DECODE,
-    "said": SAID,
+    "said": STATIC,
     "fused": dataclasses.replace(
-        SAID, bias=BF16, residual=Operand(BF16), epilogue=problem(epilogue="silu").epilogue
+        STATIC, bias=BF16, residual=Operand(BF16), epilogue=problem(epilogue="silu").epilogue
     ),
     "large": problem(2304, 2304, 2048),
-    "gated": dataclasses.replace(SAID, n=14336, epilogue=problem(epilogue="swiglu").epilogue),
+    "gated": dataclasses.replace(STATIC, n=14336, epilogue=problem(epilogue="swiglu").epilogue),
 }
 
 
@@ -360,7 +362,7 @@ def programs_compiled() -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_nothing_is_touched_before_the_wait(uninterpreted: Uninterpreted) -> None:
+def test_no_memory_is_accessed_before_the_wait(uninterpreted: Uninterpreted) -> None:
     lines = uninterpreted(programs_compiled)
     assert {line["early"] for line in lines} == {"", "wait", "l2", "b"}
     assert {line["kernel"] for line in lines} == {
@@ -395,10 +397,10 @@ def test_nothing_is_touched_before_the_wait(uninterpreted: Uninterpreted) -> Non
 @pytest.mark.parametrize("kernel", KERNELS[1:], ids=lambda kernel: kernel.name)
 def test_dependent_launch_where_the_config_says_and_the_gpu_can(kernel: Any, early: str) -> None:
     """The config may come from another GPU's record."""
-    config = next(c for c in kernel.configs(SAID) if c.early == early)
+    config = next(c for c in kernel.configs(STATIC) if c.early == early)
     ampere = dataclasses.replace(H200, capability=(8, 0), name="A100")
     for device, able in ((H200, True), (ampere, False)):
-        problem: Problem = dataclasses.replace(SAID, device=device)
+        problem: Problem = dataclasses.replace(STATIC, device=device)
         first, *reducing = kernel.builds(problem, config)
         overlaps = able and early != ""
         assert first.constants["OVERLAPS"] is overlaps
@@ -413,8 +415,8 @@ def test_dependent_launch_where_the_config_says_and_the_gpu_can(kernel: Any, ear
 @pytest.mark.parametrize("early", ["", "wait", "l2", "b"])
 def test_the_hopper_kernel_overlaps_where_the_config_says(early: str) -> None:
     kernel = WarpSpecialized()
-    config = next(c for c in kernel.configs(SAID) if c.early == early)
-    of = kernel.specialize(SAID, config)
+    config = next(c for c in kernel.configs(STATIC) if c.early == early)
+    of = kernel.specialize(STATIC, config)
     constants = of.constants["C"]
     assert of.options["launch_pdl"] is constants.overlaps is (early != "")
     # All stages are asked for before the roles part where b's part of them comes early.

@@ -53,7 +53,7 @@ def problem_of(epilogue: Epilogue, **fields: Any) -> Problem:
     ids=("rows-and-columns", "gated-halves", "all-and-tile", "columns"),
 )
 @pytest.mark.slow
-def test_tiles_add_up(
+def test_outputs_sum_all_tiles(
     kernel: TritonKernel[Any], config: Any, text: str, outputs: tuple[Port, ...]
 ) -> None:
     epilogue = replace(parse(text), outputs=outputs)

@@ -84,7 +84,7 @@ def test_the_second_product_may_come_first() -> None:
     assert out.count("mma_async") == 1
 
 
-def test_every_two_products_are_one() -> None:
+def test_pairs_of_products_become_one() -> None:
     columns = ((128, 16), (64, 32), (32, 16))
     pairs = [products(first) + products(second) for first, second in columns]
     out = joined("\n".join([*pairs, "wgmma.wait_group.sync.aligned 4;"]))

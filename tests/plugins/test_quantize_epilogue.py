@@ -317,7 +317,7 @@ def two_products(x: Tensor, w: Tensor, w8: Quantized) -> Tensor:
 
 
 @pytest.mark.parametrize("kernel", ["blas", "triton.grouped"])
-def test_the_next_product_takes_it(kernel: str) -> None:
+def test_the_next_product_takes_the_quantised_result(kernel: str) -> None:
     x, w = torch.randn(6, 40), torch.randn(256, 40)
     w8 = quantize(torch.randn(96, 256), "fp8", block=(128, 128))
     with tmm_core.override(kernel=kernel):

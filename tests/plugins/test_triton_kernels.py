@@ -159,7 +159,7 @@ def test_tails(kernel: TritonKernel[Any], size: tuple[int, int, int], dtype: tor
 @pytest.mark.parametrize("layouts", ["nt", "tn", "tt"])
 @named(KERNELS)
 @pytest.mark.slow(quick=6)
-def test_everything_at_once(kernel: TritonKernel[Any], layouts: str) -> None:
+def test_all_fused_terms_in_all_layouts(kernel: TritonKernel[Any], layouts: str) -> None:
     a, b = aligned(37, 51, FP16), aligned(51, 29, FP16, seed=1)
     if layouts[0] == "t":
         a = aligned(51, 37, FP16).t()
@@ -623,7 +623,7 @@ def test_estimates_are_of_the_right_size(size: tuple[int, int, int], measured_us
     assert 0.7 * measured_us < best < 1.6 * measured_us
 
 
-def test_estimates_know_waves() -> None:
+def test_estimates_count_waves() -> None:
     tile = TileConfig(BLOCK_M=128, BLOCK_N=128, BLOCK_K=64, num_stages=4, num_warps=8)
     one_wave = Naive().estimate_us(ask(128 * 11, 128 * 12, 8192), tile)
     more = Naive().estimate_us(ask(128 * 7, 128 * 19, 8192), tile)

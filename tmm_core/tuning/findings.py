@@ -19,7 +19,7 @@ from tmm_core.tuning.untried import KernelVersion, Obstacle
 from tmm_core.verify.environment_faults import Cause, read
 
 #: The order of causes in reports: the first is the one to repair.
-GRAVEST: tuple[Cause, ...] = get_args(Cause)
+CAUSES: tuple[Cause, ...] = get_args(Cause)
 #: Exceptions of Triton that mean that a config does not fit, by name.
 _DOES_NOT_FIT = ("OutOfResources",)
 
@@ -57,7 +57,7 @@ class Findings:
         """Note a kernel if the environment left some or all of its candidates untried."""
         name = kernel.name, kernel.version
         before = self.left.get(name)
-        if before is None or GRAVEST.index(left.cause) < GRAVEST.index(before.cause):
+        if before is None or CAUSES.index(left.cause) < CAUSES.index(before.cause):
             self.left[name] = left
         if isinstance(kernel, CheckedKernel) and kernel.fault is not None:
             self.reported.add(name)
@@ -104,7 +104,7 @@ def warn_of_environment(
     broken = {name: why for name, why in left.items() if why.cause in causes}
     if not broken or _warned:
         return
-    first = min(broken, key=lambda name: GRAVEST.index(broken[name].cause))
+    first = min(broken, key=lambda name: CAUSES.index(broken[name].cause))
     _warned.add(broken[first].reason)
     names = sorted({name for name, _ in broken})
     more = f" and {len(names) - 1} more kernels" if len(names) > 1 else ""

@@ -21,8 +21,8 @@ T = TypeVar("T")
 #: Seconds for which a thread waits to see whether others change the state: as long as the launch
 #: took, within these limits. Another thread may get no processor for some milliseconds.
 _IDLE, _LONGEST_IDLE = 0.1, 5.0
-#: Seconds between two looks.
-_BETWEEN_LOOKS = 2e-3
+#: Seconds between two checks of the state.
+_CHECK_INTERVAL = 2e-3
 #: Maximum seconds for which a call waits until other threads' watched calls have returned.
 TURN = 1.0
 
@@ -114,7 +114,7 @@ def _unchanged_while_waiting(names: list[str], seconds: float, device: torch.dev
     waiting = State(device)
     end = time.monotonic() + seconds
     while names and time.monotonic() < end:
-        time.sleep(_BETWEEN_LOOKS)
+        time.sleep(_CHECK_INTERVAL)
         changed = waiting.changed()
         names = [name for name in names if name not in changed]
     return names

@@ -14,7 +14,7 @@ import torch
 from tmm_core import dispatch
 from tmm_core.spec import toolchain
 from tmm_core.spec.device import fingerprint
-from tmm_core.tuning.findings import GRAVEST
+from tmm_core.tuning.findings import CAUSES
 from tmm_core.tuning.untried import Obstacle
 
 #: Seconds that a program may take to print its version.
@@ -53,7 +53,7 @@ def untried(device: torch.device) -> Iterator[Finding]:
     broken = [why for note in notes for why in note.kernels.values() if why.cause != "budget"]
     late = sum(all(why.cause == "budget" for why in n.kernels.values()) for n in notes)
     if broken:
-        first = min(broken, key=lambda why: GRAVEST.index(why.cause))
+        first = min(broken, key=lambda why: CAUSES.index(why.cause))
         names = {name for n in notes for (name, _), w in n.kernels.items() if w.cause != "budget"}
         text = (
             f"{len(names)} kernels are untried for {len(notes) - late} problems: "

@@ -40,7 +40,7 @@ REPEATS = 120
 #: changed or is not installed any more.
 FAULTS = ("wrong", "failed", "unknown")
 #: The summary's words for each status.
-_SAYS = {
+_LABELS = {
     "ok": "verified",
     "blas": "won by BLAS",
     "stale": "for kernels or epilogues that have changed since",
@@ -71,7 +71,7 @@ def run(options: argparse.Namespace) -> int:
         print_json(found)
     else:
         counts = Counter(document["status"] for document in found)
-        parts = [f"{counts[status]} {text}" for status, text in _SAYS.items() if counts[status]]
+        parts = [f"{counts[status]} {text}" for status, text in _LABELS.items() if counts[status]]
         records = f"{counted(len(found), 'record')} for {gpu.gpu}"
         print(f"{records}: {', '.join(parts)}" if parts else records)
     if interrupted:
