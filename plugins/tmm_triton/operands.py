@@ -142,8 +142,6 @@ class Build:
     #: The values of the run-time arguments, and the grid.
     values: Mapping[str, Value] = field(default_factory=dict)
     grid: tuple[int, int, int] = (1, 1, 1)
-    #: Whether blocks are spread evenly over the SMs (:mod:`tmm_core.triton.residency`).
-    spreads: bool = False
 
     def step(self, device: str) -> Step:
         """Return the launch, compiled for the current device of that type."""
@@ -155,7 +153,7 @@ class Build:
 
     def launch(self, device: str) -> Launch:
         """Compile for the current device of that type."""
-        blocks = math.prod(self.grid) if self.spreads else None
+        blocks = math.prod(self.grid) if self.options.get("launch_pdl") else None
         return Launch(
             self.fn, self.types, self.constants, device=torch.device(device),
             divisible=self.divisible, blocks=blocks, **self.options,
@@ -205,7 +203,6 @@ def build(
         if operand.grid and operand.block[1] % config.BLOCK_K and "STEP" in fn.arg_names:
             raise ConfigError(f"{config} has steps of several groups of {operand.block[1]} values")
     shared, known, divisible = _convention(problem)
-    spreads = False
     known |= {name: value for name, value in config.to_json().items() if name.isupper()}
     if group := known.pop("GROUP_M", None):
         # Not a constant: for a long M half of the configs differ in nothing else.
@@ -214,15 +211,11 @@ def build(
         overlaps = config.early != "" and hopper_or_later(problem)
         known |= {"OVERLAPS": overlaps, "EARLY": overlaps and config.early == "b"}
         options["launch_pdl"] = overlaps
-        # A launch that loads b early profits from blocks beside those of the previous launch.
-        spreads = overlaps and config.early == "wait"
     shared |= own or {}
     known |= constants or {}
     compiled: dict[str, Any] = {"num_warps": config.num_warps, "num_stages": config.num_stages}
     compiled |= reduction_order.options(problem) | options
-    return Build.of(
-        fn, shared, known, divisible=divisible, options=compiled, grid=grid, spreads=spreads
-    )
+    return Build.of(fn, shared, known, divisible=divisible, options=compiled, grid=grid)
 
 
 def kind(operand: Operand) -> str | None:

@@ -108,7 +108,7 @@ def test_builds_equal_the_compilations_of_bind(
             builds = [
                 (
                     described(b.fn, b.types, b.constants, b.divisible, b.options),
-                    math.prod(b.grid) if b.spreads else None,
+                    math.prod(b.grid) if b.options.get("launch_pdl") else None,
                 )
                 for b in kernel.builds(problem, config)
             ]

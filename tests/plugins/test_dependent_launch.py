@@ -72,16 +72,6 @@ def test_early_loads_are_proposed_only_under_the_promise(kernel: Any) -> None:
         ) == plain  # fmt: skip
 
 
-@pytest.mark.parametrize("kernel", KERNELS[1:], ids=lambda kernel: kernel.name)
-def test_only_blocks_that_wait_before_they_load_are_spread(kernel: Any) -> None:
-    by_early: dict[str, set[bool]] = {}
-    for config in kernel.configs(STATIC):
-        main, *adding = kernel.builds(STATIC, config)
-        by_early.setdefault(config.early, set()).add(main.spreads)
-        assert not any(build.spreads for build in adding)
-    assert by_early == {"": {False}, "wait": {True}, "b": {False}}
-
-
 @pytest.mark.parametrize(
     "change", [{"cuda": "hip-6.4"}, {"capability": (8, 9)}, {"type": "cpu", "cuda": ""}]
 )
