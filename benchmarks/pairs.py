@@ -1,4 +1,4 @@
-"""Two products of an MLP in sequence, beside each in a chain of its own, as tuning times it.
+"""Compares two products of an MLP in sequence with each in a chain of its own, as tuning times it.
 
 Gate and up are one product with SwiGLU; the product after it adds the MLP's input. If both take
 longer in sequence than the sum of their chains, one slows the other down. Each call reads other
@@ -36,7 +36,7 @@ Product = Callable[..., Any]
 
 @contextmanager
 def crowded() -> Iterator[None]:
-    """Blocks of launches that are bound inside are not spread over the SMs."""
+    """A context: launches that are bound in it do not spread their blocks over the SMs."""
     from tmm_core.triton import launch
 
     spread = launch.spread

@@ -78,7 +78,7 @@ class Plain:
 
 
 def passing(name: str, key: str, left: bool) -> Any:
-    """:func:`tmm_core.enable` that answers no call; ``left``: and noticed that."""
+    """:func:`tmm_core.enable` that answers no call. ``left``: the operator was left to torch."""
     block = tmm_core.enable(only=lambda problem: False, _key=key)
     if left:
         block.answered[name].leave("for the comparison")

@@ -52,9 +52,9 @@ class Replay:
 
     Attributes:
         winner: The candidate with the best time on record.
-        proposed: Whether it was.
+        proposed: Whether the winner was proposed.
         regret: The best time on record of a proposed one over its time; None if unknown.
-        handed: Candidates in all.
+        handed: The number of proposed candidates.
     """
 
     gpu: str

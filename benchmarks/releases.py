@@ -1,10 +1,10 @@
 """Measures eight problems with the installed Triton, for a comparison with another release.
 
     python benchmarks/releases.py -o OLD.json
-    PYTHONPATH=FOLDER_OF_ANOTHER_TRITON python benchmarks/releases.py --beside OLD.json -o NEW.json
+    PYTHONPATH=FOLDER_OF_ANOTHER_TRITON python benchmarks/releases.py --earlier OLD.json -o NEW.json
 
 Each problem is tuned without records, and its choice and BLAS are timed in three captures. With
-``--beside`` the choice of the other run is timed too, compiled by this Triton. The runs are
+``--earlier`` the choice of the other run is timed too, compiled by this Triton. The runs are
 compared by their ratios to BLAS, which does not depend on Triton. Each run takes a minute.
 """
 
@@ -42,7 +42,7 @@ CAPTURES, ROUNDS, BURST_US = 3, 7, 4000.0
 Row = dict[str, Any]
 
 
-def measured(shape: tuple[int, int, int, str], device: str, beside: Row | None) -> Row:
+def measured(shape: tuple[int, int, int, str], device: str, earlier: Row | None) -> Row:
     m, n, k, name = shape
     epilogue = name or None
     dtype = torch.bfloat16 if device.startswith("cuda") else torch.float32
@@ -64,10 +64,10 @@ def measured(shape: tuple[int, int, int, str], device: str, beside: Row | None) 
     blas = dispatch.default_dispatcher().registry.kernel(BASELINE)
     usual = Bound.of(blas.bind(problem, blas.default_config(problem))).run
     launchers = {"blas": usual, "chosen": plan.launcher}
-    if beside is not None and "kernel" in beside:
+    if earlier is not None and "kernel" in earlier:
         try:
             other = tmm_core.plan(
-                x, w.T, epilogue=epilogue, kernel=beside["kernel"], config=beside["config"]
+                x, w.T, epilogue=epilogue, kernel=earlier["kernel"], config=earlier["config"]
             )
             launchers["the other's choice"] = other.launcher
         except Exception as error:  # the kernel declines this Triton
@@ -77,11 +77,11 @@ def measured(shape: tuple[int, int, int, str], device: str, beside: Row | None) 
     )
     row["us"] = {name: round(each, 2) for name, each in us.items()}
     row["ratio"] = {name: round(us["blas"] / each, 4) for name, each in us.items()}
-    if beside is not None and "ratio" in beside:
-        row["beside"] = round(row["ratio"]["chosen"] / beside["ratio"]["chosen"], 4)
+    if earlier is not None and "ratio" in earlier:
+        row["over_earlier"] = round(row["ratio"]["chosen"] / earlier["ratio"]["chosen"], 4)
         if "the other's choice" in us:
-            forced = row["ratio"]["the other's choice"] / beside["ratio"]["chosen"]
-            row["same_kernel_beside"] = round(forced, 4)
+            forced = row["ratio"]["the other's choice"] / earlier["ratio"]["chosen"]
+            row["same_kernel_over_earlier"] = round(forced, 4)
     return row
 
 
@@ -95,14 +95,14 @@ def table(rows: Sequence[Row]) -> str:
         if "us" not in row:
             lines.append(f"| {row['problem']} | failed: {row['error'][:160]} | | | | | | |")
             continue
-        same = row.get("same_kernel_beside", row.get("declined", ""))
+        same = row.get("same_kernel_over_earlier", row.get("declined", ""))
         lines.append(
             f"| {row['problem']} | {row['tuning_s']} | {row['kernel']} | {row['us']['blas']:.1f} "
             f"| {row['us']['chosen']:.1f} | {row['ratio']['chosen']:.3f} "
-            f"| {row.get('beside', '')} | {same} |"
+            f"| {row.get('over_earlier', '')} | {same} |"
         )
     for name, about in (
-        ("beside", "choices"), ("same_kernel_beside", "the same kernels and configs"),
+        ("over_earlier", "choices"), ("same_kernel_over_earlier", "the same kernels and configs"),
     ):  # fmt: skip
         if known := [row[name] for row in rows if name in row]:
             mean = geometric_mean(known)
@@ -114,13 +114,13 @@ def table(rows: Sequence[Row]) -> str:
 def main(arguments: Sequence[str] | None = None, shapes: Any = SHAPES) -> list[Row]:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--beside", type=Path)
+    parser.add_argument("--earlier", type=Path)
     parser.add_argument("--seconds", type=float, default=60.0, help="begins no problem after these")
     parser.add_argument("-o", "--output", type=Path, required=True)
     options = parser.parse_args(arguments)
-    earlier: dict[str, Row] = {}
-    if options.beside is not None and options.beside.exists():
-        earlier = {row["problem"]: row for row in json.loads(options.beside.read_text())["rows"]}
+    runs: dict[str, Row] = {}
+    if options.earlier is not None and options.earlier.exists():
+        runs = {row["problem"]: row for row in json.loads(options.earlier.read_text())["rows"]}
     until = time.perf_counter() + options.seconds
     rows: list[Row] = []
     mine = dispatch.default_dispatcher()
@@ -137,7 +137,7 @@ def main(arguments: Sequence[str] | None = None, shapes: Any = SHAPES) -> list[R
                 break
             name = f"{shape[0]}×{shape[1]}×{shape[2]}"
             try:
-                known = next((r for p, r in earlier.items() if p.startswith(f"{name} ")), None)
+                known = next((r for p, r in runs.items() if p.startswith(f"{name} ")), None)
                 rows.append(measured(shape, options.device, known))
             except Exception as error:  # one problem must not cost the others
                 rows.append({"problem": name, "error": f"{type(error).__name__}: {error}"})

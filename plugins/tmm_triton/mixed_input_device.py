@@ -29,8 +29,8 @@ def _slot(position, C: gl.constexpr):
 @jit
 def _rounds(first, last, C: gl.constexpr):
     """How many steps along K each of the consumers of the same columns takes. So a stage belongs
-    to the same consumer in every tile. An mbarrier shows only the parity of its phase: nobody may
-    wait for a phase before the previous one has ended."""
+    to the same consumer in every tile. An mbarrier shows only the parity of its phase, so no warp
+    may wait for a phase before the previous one has ended."""
     return gl.cdiv(last - first, C.k_ways)
 
 

@@ -764,8 +764,8 @@ def test_halves_that_are_not_gate_and_up_stay_apart(kind: Any, products: list[st
     assert products == ["", ""]
     reasons = {
         SecondHalf: "its gate is the second half of the product (fc1)",
-        ThirdUse: "its halves are not multiplied and nothing else (fc1)",
-        Same: "its halves are not multiplied and nothing else (fc1)",
+        ThirdUse: "its halves are used for more than their product (fc1)",
+        Same: "its halves are used for more than their product (fc1)",
     }
     found = {item.path: item.reason for item in report.not_fused}
     assert found == ({"act": reasons[kind]} if kind in reasons else {})

@@ -74,7 +74,7 @@ REQUIRED: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
     ({"batch": 9}, "batch 9 exceeds 1", {"batch": 9}),
     *(({size: 0}, "a dimension is 0", {"empty": True}) for size in ("m", "n", "k", "batch")),
     ({"scaled": True}, "does not support alpha", {"alpha": True}),
-    ({"epilogue": parse("silu")}, "applies no epilogue, 'silu' among them", {"epilogues": True}),
+    ({"epilogue": parse("silu")}, "applies no epilogue, so not 'silu'", {"epilogues": True}),
     ({"epilogue": parse("swiglu")}, "gated 'swiglu' needs two",
      {"epilogues": True, "gated": True}),
     ({"epilogue": CLAMPED}, "halves, 'clamped_swiglu' alternate ones",

@@ -21,7 +21,7 @@ aten = torch.ops.aten
 #: A graph ends with this operator for each input that it changes.
 WRITES = aten.copy_.default
 #: Operators that transpose a matrix.
-TURNS = {aten.permute.default, aten.t.default, aten.transpose.int}
+TRANSPOSES = {aten.permute.default, aten.t.default, aten.transpose.int}
 
 
 def frozen(graph: torch.fx.Graph) -> set[Node]:
@@ -91,7 +91,7 @@ def added(graph: torch.fx.Graph, target: Any, arguments: tuple[Any, ...]) -> Nod
 
 def _source(weight: Node) -> Node:
     """Return the stored parameter of a weight, which is the parameter or its transpose."""
-    source: Node = weight.args[0] if weight.target in TURNS else weight  # type: ignore[assignment]
+    source: Node = weight.args[0] if weight.target in TRANSPOSES else weight  # type: ignore[assignment]
     return source
 
 

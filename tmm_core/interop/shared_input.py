@@ -22,7 +22,7 @@ import torch
 from torch.fx import Node
 
 from tmm_core.interop import operator
-from tmm_core.interop.constants import TURNS, added
+from tmm_core.interop.constants import TRANSPOSES, added
 from tmm_core.interop.libraries import define
 from tmm_core.interop.tails import MATRIX_PRODUCTS, RESHAPES, convert, is_product, terms_of
 from tmm_core.launch.warm import run
@@ -112,7 +112,7 @@ concurrent = torch.ops.tmm.concurrent.default
 #: The types of devices that have streams.
 STREAMED = ("cuda",)
 #: Views and conversions, by which a graph makes a product's operands of its inputs.
-MOVED = TURNS | RESHAPES | {
+MOVED = TRANSPOSES | RESHAPES | {
     convert, aten.slice.Tensor, aten.select.int, aten.unsqueeze.default, aten.alias.default,
 }  # fmt: skip
 

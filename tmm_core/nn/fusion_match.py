@@ -121,7 +121,7 @@ class _Rewriting:
         elif len(source.users) != 1 or len(others) != 1 or others[0].args[1:] != (1,):
             reason = "its halves are also used otherwise"
         elif not _multiplied(node, others[0]) or len(half.users) != 1:
-            reason = "its halves are not multiplied and nothing else"
+            reason = "its halves are used for more than their product"
         if reason is not None:
             self.apart.append((str(source.target), act or name, reason))
             return

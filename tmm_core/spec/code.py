@@ -49,12 +49,12 @@ def version_of(kernel: Any, stated: str, distribution: str = "") -> str:
         return stated
     kinds = type(kernel), kernel.config_type
     files = code_version(*kinds, functions=vars(kernel).values())
-    parts = [stated, files, *_beside(distribution, {_top(kind.__module__) for kind in kinds})]
+    parts = [stated, files, *_outside(distribution, {_top(kind.__module__) for kind in kinds})]
     text = "+".join(dict.fromkeys(parts))
     return text if len(text) <= NAME_MAX else _short(text)
 
 
-def _beside(distribution: str, counted: set[str]) -> list[str]:
+def _outside(distribution: str, counted: set[str]) -> list[str]:
     """Return a digest of the files that a distribution installs outside the ``counted`` packages,
     such as a compiled module. The list is empty if there are none."""
     found = []

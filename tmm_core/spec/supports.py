@@ -275,7 +275,7 @@ def _epilogue(supports: Supports, problem: Problem) -> Iterator[str]:
     if problem.scaled and not supports.alpha:
         yield "does not support alpha"
     if not epilogue.is_identity and not supports.epilogues:
-        yield f"applies no epilogue, {epilogue.name!r} among them"
+        yield f"applies no epilogue, so not {epilogue.name!r}"
     if epilogue.gated and not supports.gated:
         yield f"has one accumulator, gated {epilogue.name!r} needs two"
     if epilogue.interleaved and not supports.interleaved:

@@ -174,9 +174,9 @@ def dequantizer(
     problem: Problem, of: str, dtype: torch.dtype, folds: bool = False
 ) -> Dequantize | None:
     """Return the pass for operand ``"a"`` or ``"b"`` of a problem, with its grids of scales and
-    zero points. None if torch's operators have to convert the operand. It may be not on a GPU or
-    not contiguous along K, or the kernel cannot serve its format or device. Also None, with one
-    warning, if a compiler failed.
+    zero points. None if torch's operators have to convert the operand: if it is not on a GPU or not
+    contiguous along K, or has a format that the kernel cannot read. Also None, with one warning, if
+    a compiler failed.
 
     Args:
         folds: Also apply scales of rows and of whole tensors, which are given as grids.

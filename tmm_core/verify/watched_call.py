@@ -30,7 +30,7 @@ TURN = 1.0
 class _Watched:
     """A call that is being watched."""
 
-    #: Whether another one waited for it in vain; no further one does.
+    #: Whether another call waited for it until :data:`TURN` was over; later calls do not wait.
     is_slow = False
 
 
