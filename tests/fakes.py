@@ -272,8 +272,8 @@ def registered(kernel: Any) -> Any:
 
 
 def _register(kind: Any) -> None:
-    """Give the kernels of a class the version that they have where they are registered, as in a
-    process that finds them by their entry point."""
+    """Give the kernels of a class the version that they have if they are registered, as in a
+    process that finds them by entry point."""
     if not issubclass(kind, FakeKernel):
         return
     made = kind.__init__

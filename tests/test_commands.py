@@ -1,5 +1,5 @@
-"""Every command and option that a page names exists; every environment variable has a page; every
-name of tmm that a benchmark or an example uses exists."""
+"""Every command and option that a page names exists, and so does every name of tmm that a benchmark
+or an example uses. Every environment variable has a page."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ FAILED = CandidateResult("triton.big", "g1", {}, "failed", reason="out of shared
 def record(
     instance: dict[str, Any] | None = None, *, mark: str | None = FAILED.reason, **changes: Any
 ) -> TuningRecord:
-    """A record; `mark` tells it from others of the same problem."""
+    """A record; `mark` distinguishes it from others of the same problem."""
     plain = TuningRecord(
         problem=problem() if instance is None else instance,
         winner=1,

@@ -26,8 +26,8 @@ CALLS: list[tuple[Any, str]] = [
 ]
 CODES = (errno.EIO, errno.ENOSPC, errno.EROFS, errno.ESTALE)
 
-#: `fails`: the n-th call alone; `breaks`: it and all after it; `torn`: a write stops half-way, and
-#: then it fails; `dies`: the process ends there, half-way through a write.
+#: `fails`: the n-th call alone. `breaks`: it and all after it. `torn`: a write stops half-way, and
+#: then it fails. `dies`: the process ends there, half-way through a write.
 How = Literal["fails", "breaks", "torn", "dies"]
 DEATH = 77
 

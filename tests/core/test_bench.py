@@ -160,7 +160,7 @@ def test_eager_gated_is_two_products_of_halves() -> None:
 
 
 class ColumnTimer:
-    """Says what each column takes, by its place in the loop; calls everything once."""
+    """Gives each column a time by its place in the loop, and calls everything once."""
 
     def __init__(self, *times: float) -> None:
         self.times = times

@@ -352,7 +352,7 @@ SAME: dict[str, Any] = {
         ),
     ],
 )
-def test_ranks_that_differ_are_warned_in_what(
+def test_a_warning_says_how_ranks_differ(
     monkeypatch: pytest.MonkeyPatch,
     clock: Clock,
     changes: dict[str, Any],

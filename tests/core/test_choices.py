@@ -34,7 +34,7 @@ def name(choice: Choice) -> str:
 
 
 def loose_and_firm(requirement: str) -> tuple[Dispatcher, Any]:
-    """A dispatcher whose fastest kernel cannot meet the requirement, the next can."""
+    """A dispatcher whose fastest kernel cannot meet the requirement; the next kernel can."""
     firm = Traits(batch_invariant=True)
     kernels = (
         FakeKernel("loose", traits=REQUIREMENTS[requirement]),
@@ -162,7 +162,7 @@ def record(problem: Problem, winner: int, *candidates: CandidateResult) -> Tunin
 
 @pytest.mark.parametrize("m", [64, 63])
 def test_an_adopted_record_replaces_earlier_choices(m: int) -> None:
-    """Else ranks that have chosen already differ from those that have not."""
+    """Otherwise ranks that have chosen already would differ from those that have not."""
     d, timer = dispatcher(FakeBlas(), FakeKernel("fast"), times={"fast": 5.0, "blas": 20.0})
     one = settings()
     assert name(d.choose(problem(m=m), one)) == "fast"
@@ -240,7 +240,7 @@ def test_a_gpu_of_the_same_capability_is_a_neighbour() -> None:
 
 
 @pytest.mark.parametrize("sms", [(60, 130), (130, 60), (300, 130), (130, 300), (134, 60)])
-def test_of_other_gpus_the_one_of_as_many_sms_is_nearest(sms: tuple[int, int]) -> None:
+def test_the_gpu_with_equally_many_sms_is_the_nearest(sms: tuple[int, int]) -> None:
     d, _ = dispatcher(FakeBlas(), FakeKernel("fast", tiles=(1, 2)))
     for tile, count in enumerate(sms, 1):
         device = replace(H200, name=f"Fake {count}", sm_count=count)

@@ -152,7 +152,7 @@ def ended(*pids: int) -> None:
 
 
 def alive(pid: int) -> bool:
-    """Whether it runs: one that has ended may wait for its parent to look."""
+    """Whether it runs. A process that has ended may still wait for its parent."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
@@ -319,7 +319,7 @@ def test_another_plugin_path_is_another_server(
 
 
 @pytest.mark.parametrize("broken", ["process", "import", "death", "slow"])
-def test_where_no_server_can_be_all_is_left_to_bind(
+def test_without_a_server_candidates_compile_in_bind(
     broken: str, installed: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     programs = {
@@ -360,7 +360,7 @@ def test_where_no_server_can_be_all_is_left_to_bind(
 def test_no_call_waits_to_send_jobs_to_a_starting_server(
     installed: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its socket holds some of them. In the background a call of the model waited for seconds."""
+    """Its socket holds few jobs. Once a model's call in background mode waited for seconds."""
     monkeypatch.setattr(
         compile_pool, "_program", lambda folder: ["-c", "import time; time.sleep(600)"]
     )
@@ -670,7 +670,7 @@ def test_no_process_outlives_its_parent(how: int, held: bool) -> None:
 
 
 @pytest.mark.slow
-def test_a_server_that_is_killed_is_not_missed(own: Compilers, installed: Any) -> None:
+def test_a_killed_server_is_reported(own: Compilers, installed: Any) -> None:
     future = own.submit(problem(), candidate(installed.kernel, 2))
     pids = [*begun(), process(own).pid]
 

@@ -1200,7 +1200,7 @@ def test_without_cuda_nothing_is_answered() -> None:
 
 
 def test_calls_of_a_review_are_not_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The measurement calls operators that are answered here, as on a CPU: each of its calls would
+    """The measurement calls operators that are answered here, as on a CPU. Each of its calls would
     wait for the review that it is part of."""
     monkeypatch.setattr(host_bound.Pace, "_limits", lambda pace, t: (True, True))
     monkeypatch.setattr(host_bound, "INTERVAL", 4)

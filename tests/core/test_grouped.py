@@ -93,7 +93,7 @@ def test_torchs_results(form: str, dtype: torch.dtype) -> None:
     assert y.is_contiguous() if dtype is torch.float64 else y.stride() == expected.stride()
 
 
-#: Operands of products with seven columns, which themselves lie as torch wants them.
+#: Operands of products with seven columns. The operands have the strides that torch requires.
 ODD = {
     "m": lambda **kw: (randn(12, 16, **kw), randn(3, 7, 16, **kw).mT),
     "k": lambda **kw: (randn(16, 16, **kw)[:, :12], randn(12, 8, **kw)[:, :7]),
@@ -180,7 +180,7 @@ def test_a_weights_gradient_of_odd_rows_is_not_padded() -> None:
 
 
 A, B = randn(12, 16), randn(3, 16, 8)
-#: Calls that torch refuses, with what of it is to be seen.
+#: Calls that torch refuses, with a part of the message.
 REFUSED: dict[str, Any] = {
     "a's dimensions": (A[0], B, OFFS),
     "b's dimensions": (A, B[0, 0], OFFS),
@@ -605,7 +605,8 @@ def test_flops_are_counted() -> None:
 
 
 def test_a_plan_for_each_kind_of_call() -> None:
-    """Two calls that differ in one thing have a plan each; the ends' values are none of it."""
+    """Two calls that differ in one property have a plan each. The values of ``offs`` are no such
+    property."""
     base: dict[str, Any] = {"a": A, "b": B, "offs": OFFS}
     calls: list[dict[str, Any]] = [
         {}, {"alpha": 2.0}, {"bias": randn(8)}, {"bias": randn(3, 8)}, {"residual": randn(12, 8)},
@@ -797,7 +798,7 @@ def test_tuning_where_there_is_nothing_to_beat(tmp_path: Path) -> None:
 
 
 class Declining(Blas):
-    """Torch on a GPU whose grouped product it has none for."""
+    """Torch on a GPU for which it has no grouped product."""
 
     def declines(self, problem: Problem) -> Any:
         yield "has none here"

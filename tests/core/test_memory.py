@@ -1,4 +1,4 @@
-"""Tuning and verification keep within the memory that they say."""
+"""Tuning and verification keep within their limits of memory."""
 
 from __future__ import annotations
 

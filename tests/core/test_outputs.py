@@ -205,7 +205,7 @@ def test_the_key_follows_outputs_and_only_those() -> None:
 
 
 class Spoilt(FakeKernel):
-    """Right in the result, and in the outputs as ``spoil_outputs`` leaves them."""
+    """Gives the right result, and outputs changed by ``spoil_outputs``."""
 
     def __init__(self, spoil: Callable[[tuple[Tensor, ...], Tensor], Any]) -> None:
         super().__init__("fake.spoilt")
@@ -265,7 +265,7 @@ def _random(outputs: tuple[Tensor, ...], y: Tensor) -> None:
     ],
 )
 @pytest.mark.slow(quick=6)
-def test_wrong_outputs_are_seen(spoil: Any, message: str, sampled: bool) -> None:
+def test_wrong_outputs_are_detected(spoil: Any, message: str, sampled: bool) -> None:
     instance = problem(m=100, n=72, k=24, epilogue=AUXILIARY)
     for kernel, reason in ((Spoilt(lambda outputs, y: None), None), (Spoilt(spoil), message)):
         verifier = Verifier(instance, CPU, sampled=sampled)
@@ -327,7 +327,7 @@ class TogetherWrong(Spoilt):
     ],
     ids=["alpha", "rows apart", "one tensor", "a parameter", "reads outputs", "two threads"],
 )
-def test_outputs_that_are_wrong_in_some_ways_of_use_are_seen(kernel: Spoilt) -> None:
+def test_outputs_that_are_wrong_in_some_ways_of_use_are_detected(kernel: Spoilt) -> None:
     instance = problem(m=16, n=16, k=16, epilogue=AUXILIARY, scaled=True)
     verdict = Verifier(instance, CPU).verdict(
         kernel.bind(instance, kernel.default_config(instance))

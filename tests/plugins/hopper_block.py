@@ -180,8 +180,8 @@ class Shared:
     dtype = layout = None
 
     def _reinterpret(self, dtype: Any, shape: Sequence[int], layout: Any) -> Shared:
-        """The boxes that begin here as one, each below the other, or, if they are as high as it,
-        right of the other; words are elements here."""
+        """The boxes that begin here as one: each below the other, or to its right if they are as
+        high as it. Words are elements here."""
         if dtype is not None:
             return self
         high, wide = self.data.shape[-2:]
