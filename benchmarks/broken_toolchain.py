@@ -111,7 +111,7 @@ def run(folder: Path) -> list[str]:
     expect(bool(first["untried"]), "explain names the untried kernels")
 
     doctor = subprocess.run(
-        [sys.executable, "-m", "tmm_core.tools.cli", "doctor"],
+        [sys.executable, "-m", "tmm_base.tmm", "doctor"],
         env=broken, capture_output=True, text=True, check=False,
     )  # fmt: skip
     print("tmm doctor:")

@@ -257,6 +257,7 @@ def test_tmm_starts_at_once() -> None:
     assert not imported & {"torch", "triton", "numpy", "tmm_core", "tmm_cache", "msgspec", "rich"}
 
 
-def test_tmm_with_a_closed_stdout_is_silent() -> None:
+def test_tmm_with_a_closed_stream_is_silent_and_ends_with_its_status() -> None:
     for arguments in ("--version", "--help"):
         assert run_closed(">&-", arguments, module="tmm_base.tmm") == (0, "")
+    assert run_closed("2>&-", "bogus", module="tmm_base.tmm") == (2, "")

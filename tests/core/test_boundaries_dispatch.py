@@ -35,7 +35,7 @@ from tmm_core.dispatch import deferring, heuristic, invariant, lookup, measuring
 from tmm_core.dispatch import dispatcher as answers
 from tmm_core.dispatch.dispatcher import Dispatcher
 from tmm_core.dispatch.dry_run import dry_run
-from tmm_core.dispatch.explanation import _measurements, explain_problem, kernel_infos
+from tmm_core.dispatch.explanation import _measurements, alike, explain_problem, kernel_infos
 from tmm_core.dispatch.first_use import size_class
 from tmm_core.dispatch.invariant import LADDER, _at, _position, _us_of_last_round, ladder, weight
 from tmm_core.dispatch.lookup import Lookup
@@ -117,6 +117,13 @@ def test_scales_are_of_a_weight_and_their_kind_is_not() -> None:
     assert weight(scaled) == weight(replace(scaled, m=1, a=tensor))
     assert weight(scaled) == weight(replace(scaled, b=row))
     assert weight(scaled) != weight(replace(scaled, a=eight, b=eight))
+
+
+def test_the_format_of_its_rows_is_of_a_weight() -> None:
+    plain = weight_problem(16, a=Operand(torch.uint8))
+    four, nvidia = (replace(plain, a=Operand(torch.uint8, format=f)) for f in ("int4", "nvfp4"))
+    assert len({str(weight(each)) for each in (plain, four, nvidia)}) == 3
+    assert weight(four) == weight(replace(four, m=1))
 
 
 def test_an_m_that_was_measured_is_not_taken_for_one_between() -> None:
@@ -769,10 +776,12 @@ def test_an_arithmetic_is_of_the_records_where_nothing_may_be_measured(
         ("heuristic", True, True, "a CUDA graph is being captured; "),
     ],
 )
+@pytest.mark.parametrize(("m", "edge"), [(15, 16), (16, 16), (17, 32)])
 def test_an_m_of_a_weight_is_noted_where_it_could_not_be_measured(
-    mode: Any, capturing: bool, noted: bool, why: str, tmp_path: Path
+    mode: Any, capturing: bool, noted: bool, why: str, m: int, edge: int, tmp_path: Path
 ) -> None:
-    """A tuning that failed would fail again, and the mode ``heuristic`` tunes nothing."""
+    """A tuning that failed would fail again, and the mode ``heuristic`` tunes nothing. The edge of
+    the bucket is noted, once for all M in it."""
     d, _ = dispatcher(FakeBlas(), Summing("k", {1: "one", 2: "two"}), root=tmp_path)
 
     def failing(*_: Any, **__: Any) -> Any:
@@ -782,11 +791,11 @@ def test_an_m_of_a_weight_is_noted_where_it_could_not_be_measured(
     given = settings(arithmetic="two", on_cache_miss=mode)
     tries = mode == "tune" and not capturing
     with pytest.warns(TmmWarning, match="no clock") if tries else contextlib.nullcontext():
-        choice = d.choose(replace(weight_problem(16), capturing=capturing), given)
+        choice = d.choose(replace(weight_problem(m), capturing=capturing), given)
     assert (choice.origin, choice.arithmetic) == ("heuristic", "two")
     assert choice.candidate.config == FakeConfig(tile=2)
     assert choice.reason.startswith(why)
-    assert [miss.problem["m"] for miss in d.store.misses()] == [16] * noted
+    assert [miss.problem["m"] for miss in d.store.misses()] == [edge] * noted
 
 
 @pytest.mark.parametrize("own_mode", [False, True])
@@ -1534,6 +1543,13 @@ def test_a_weight_that_does_not_change_is_tuned_as_such_if_it_is_one(
 
 
 # -- what is explained ------------------------------------------------------------------------
+
+
+def test_names_share_a_line_if_all_their_reasons_are_the_same() -> None:
+    pairs = [("b", ["x", "y"]), ("a", ["x"]), ("d", ["y", "x"]), ("c", ["x", "y"]), ("e", [])]
+    assert alike(pairs) == [
+        (["b", "c"], ("x", "y")), (["a"], ("x",)), (["d"], ("y", "x")), (["e"], ()),
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("m", "inside"), [(64, False), (50, True)])

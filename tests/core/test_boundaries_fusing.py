@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import types
 import warnings
 from typing import Any
 
@@ -335,6 +336,12 @@ class Many(Two):
     def changed(self, x: Tensor) -> Tensor:
         return x
 
+    def activated(self, x: Tensor) -> Tensor:
+        return self.act(x)  # type: ignore[no-any-return]
+
+    def is_wide(self, x: Tensor) -> bool:
+        return x.dtype is not torch.half
+
 
 def any_number(self: Any, *x: Tensor) -> Tensor:
     return self.act(self.up(x[0]))
@@ -395,6 +402,14 @@ def by_dtype(self: Any, x: Tensor) -> Tensor:
     return self.act(self.up(x)) if x.dtype is not torch.half else x
 
 
+def by_dtype_and_a_method(self: Any, x: Tensor) -> Tensor:
+    return self.activated(self.up(x)) if x.dtype is not torch.half else x
+
+
+def by_a_method(self: Any, x: Tensor) -> Tensor:
+    return self.act(self.up(x)) if self.is_wide(x) else x
+
+
 def by_handler(self: Any, x: Tensor) -> Tensor:
     with torch.no_grad():
         return self.act(self.up(x))
@@ -425,6 +440,8 @@ def other_layer_in_training(self: Any, x: Tensor) -> Tensor:
         (assigning, "its forward assigns attributes"),
         (by_value, "its forward depends on the values or the shape of its input"),
         (by_dtype, "its forward may depend on its input's dtype"),
+        (by_dtype_and_a_method, "its forward may depend on its input's dtype"),
+        (by_a_method, "its forward may depend on its input's dtype"),
         (by_handler, "its forward handles exceptions or enters contexts"),
         (by_isinstance, "its forward uses isinstance, which its trace does not show"),
         (other_layer_in_training, "it depends on the mode"),
@@ -854,6 +871,21 @@ def test_products_in_the_code_of_a_forward(forward: Any, found: str | None) -> N
         return
     parts = [p if " in " in p else f"{p} in {forward.__name__}()" for p in found.split(", ")]
     assert products(model) == f"its code multiplies tensors itself ({', '.join(parts)})"
+
+
+def multiplying(self: Any, x: Tensor) -> Tensor:
+    return x.product(x)  # type: ignore[operator]
+
+
+def test_every_product_of_torch_is_found() -> None:
+    for name in (
+        "linear", "matmul", "mm", "bmm", "mv", "addmm", "addmv", "addbmm", "baddbmm", "bilinear",
+        "einsum", "tensordot", "multi_dot", "scaled_dot_product_attention", "grouped_mm",
+        "_grouped_mm", "scaled_mm", "_scaled_mm",
+    ):  # fmt: skip
+        code = multiplying.__code__.replace(co_names=(name,))
+        model = module(types.FunctionType(code, {}, "forward"))
+        assert products(model) == f"its code multiplies tensors itself ({name})"
 
 
 def test_activations_in_the_code_of_a_forward() -> None:

@@ -585,6 +585,16 @@ def test_the_part_of_a_chain_that_its_output_differentiates() -> None:
     assert gelu.then(tanh).parts == (IDENTITY, gelu.then(tanh))
 
 
+def test_a_parameter_that_is_left_out_has_its_default() -> None:
+    """Torch's for leaky_relu, gpt-oss's for clamped_swiglu; a scale without its factor is 1."""
+    defaults = {each.name: each.parameters for each in EPILOGUES.values() if each.parameters}
+    assert defaults.pop("clamped_swiglu") == (1.702, 7.0)
+    assert defaults == {"leaky_relu": (0.01,), "scale": (1.0,), "softcap": (30.0,)}
+    z = torch.linspace(-40, 40, 24)
+    assert torch.equal(parse("scale").apply(z), z)
+    assert torch.equal(parse("leaky_relu").apply(z), torch.nn.functional.leaky_relu(z))
+
+
 @pytest.mark.parametrize(
     "text",
     ["tanh", "relu", "silu", "scale(3)", "swiglu", "tanh+scale(3)", "geglu+tanh", "softcap(2)"],

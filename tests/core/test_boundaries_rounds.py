@@ -827,6 +827,26 @@ def test_a_launch_leaves_its_arguments_as_they_were(name: str, change: Any, seen
         checks._launch(first, repeated=True)
 
 
+@pytest.mark.parametrize("name", ["a", "b", "bias", "residual"])
+@pytest.mark.parametrize("learns", [False, True])
+def test_a_launch_accumulates_no_gradient(name: str, learns: bool) -> None:
+    instance = problem(m=4, n=4, k=4, bias=F32, residual=Operand(F32))
+    data = DataSets(instance, CPU, 1 << 26)
+    first = data.sets()[0]
+    given = getattr(first.inputs, name).requires_grad_(learns)
+
+    def launch(*_: Any) -> Any:
+        if given.requires_grad:
+            given.grad = torch.zeros_like(given)
+        return torch.empty(4, 4)
+
+    checks = CheckedLauncher(data, launch, True, False)
+    refused = pytest.raises(WrongError, match=f"^it wrote to its input {name}, or around it$")
+    with refused if learns else contextlib.nullcontext():
+        checks._launch(first)
+    assert data.altered == ({name} if learns else set())
+
+
 # -- pieces of a reference -------------------------------------------------------------------
 
 

@@ -496,7 +496,7 @@ def test_the_commands_speak_of_plugins_that_would_end_them(
     }  # fmt: skip
 
     def command(*arguments: str) -> Any:
-        run = [sys.executable, "-W", "ignore", "-m", "tmm_core.tools.cli", *arguments, "--json"]
+        run = [sys.executable, "-W", "ignore", "-m", "tmm_base.tmm", *arguments, "--json"]
         done = subprocess.run(run, env=environment, capture_output=True, text=True, timeout=120)
         return json.loads(done.stdout)
 

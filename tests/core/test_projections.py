@@ -336,6 +336,25 @@ def test_the_operator(bias: bool, grad: bool) -> None:
         torch.testing.assert_close(many, expected)
 
 
+@pytest.mark.parametrize("learning", ["x", "q.weight", "k.weight", "q.bias", "k.bias", ""])
+def test_projections_are_apart_while_autograd_records_any_operand(
+    learning: str, joined: list[int]
+) -> None:
+    one = Projects()
+    convert(one)
+    one.requires_grad_(False)
+    x = torch.randn(2, 3, 8)
+    given = {"x": x, **dict(one.named_parameters())}
+    if learning:
+        given[learning].requires_grad_()
+    y = one(x)
+    assert joined == [0 if learning else 2]
+    assert any(each.requires_grad for each in y) is bool(learning)
+    with torch.no_grad():
+        torch.testing.assert_close(one(x), y)
+    assert joined[1:] == [2]
+
+
 def test_columns_belong_to_the_unchanged_input() -> None:
     one = Projects()
     convert(one)

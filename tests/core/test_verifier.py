@@ -7,7 +7,7 @@ import itertools
 import random
 import re
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -34,6 +34,7 @@ from tmm_core.spec.epilogue import Epilogue
 from tmm_core.spec.groups import Groups
 from tmm_core.spec.kernel import Config
 from tmm_core.spec.operand import Operand
+from tmm_core.spec.precision import precision
 from tmm_core.verify import compare, data_sets, ways_of_use
 from tmm_core.verify.data_sets import DataSets
 from tmm_core.verify.guard_bands import UNREADABLE, UNWRITTEN, memory_layout, with_guard_bands
@@ -815,8 +816,6 @@ def test_another_thread_sees_no_other_precision_while_a_call_is_tuned() -> None:
 
 
 def test_precision_is_left_alone_where_it_is_as_wanted() -> None:
-    from tmm_core.spec.precision import _changing, precision
-
     matmul = torch.backends.cuda.matmul
     before = matmul.fp32_precision
     with precision(tf32=False):
@@ -827,8 +826,23 @@ def test_precision_is_left_alone_where_it_is_as_wanted() -> None:
             assert matmul.fp32_precision == "ieee"
         assert matmul.fp32_precision == "tf32"
     assert matmul.fp32_precision == before
-    assert _changing.acquire(blocking=False)
-    _changing.release()
+
+
+def test_another_precision_waits_until_the_first_is_left() -> None:
+    matmul = torch.backends.cuda.matmul
+    before = matmul.fp32_precision
+
+    def other() -> str:
+        with precision(tf32=False):
+            return str(matmul.fp32_precision)
+
+    with ThreadPoolExecutor(1) as threads:
+        with precision(tf32=True):
+            waiting = threads.submit(other)
+            assert wait([waiting], timeout=0.05).not_done == {waiting}
+            assert matmul.fp32_precision == "tf32"
+        assert waiting.result(timeout=60) == "ieee"
+    assert matmul.fp32_precision == before
 
 
 def test_a_users_epilogue_is_verified_by_its_reference() -> None:

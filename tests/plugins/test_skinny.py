@@ -226,6 +226,16 @@ def test_arithmetic_addresses_masks(
     assert np.isnan(out[:, :, n:]).all()
 
 
+@pytest.mark.parametrize("stages", [1, 2])
+def test_two_stages_load_a_step_ahead_in_a_limited_number_of_registers(stages: int) -> None:
+    config = SkinnyConfig(**FIELDS | {"num_stages": stages})
+    (build,) = Skinny().builds(DECODE, config)
+    (widest,) = Skinny().builds(DECODE, replace(config, BLOCK_N=32, num_warps=2))
+    assert build.constants["AHEAD"] is widest.constants["AHEAD"] is (stages == 2)
+    limits = [each.options.get("maxnreg") for each in (build, widest)]
+    assert limits == ([None, None] if stages == 1 else [184, 255])
+
+
 # The compiled kernel.
 
 

@@ -232,7 +232,3 @@ def _squares(text: str) -> list[int]:
 @argument
 def _fields(text: str) -> dict[str, int | float | bool | str]:
     return dict(map(shared.field, text.split(",")))
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
