@@ -2,9 +2,9 @@
 
     python benchmarks/quantize_epilogue.py --rows 1 16 256 2048 8192 --weight 14336x4096
 
-For each number of rows it prints three times in µs, and the choice for the first. They are those of
-``linear(x, w, epilogue="silu+quantize")``, of ``quantize_rows(linear(x, w, epilogue="silu"),
-group=128)`` and of the product with silu alone. Each product is tuned at its first use. The weights
+For each number of rows it prints three times in µs, and the choice for the first. It times
+``linear(x, w, epilogue="silu+quantize")``, ``quantize_rows(linear(x, w, epilogue="silu"),
+group=128)`` and the product with silu alone. Each product is tuned at its first use. The weights
 are three times as large as the L2, as in ``quantised``.
 """
 

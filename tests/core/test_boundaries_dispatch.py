@@ -450,7 +450,7 @@ def test_samples_are_disturbed_from_two_on_where_the_quartiles_are_far_apart() -
 
 
 def test_changes_common_to_a_round_are_removed_and_the_usual_pace_stays() -> None:
-    """Two of five rounds have a slow clock: the medians are those of the other three."""
+    """Two of five rounds have a slow clock, so the medians are the other three rounds'."""
     pace = [1.0, 1.0, 1.5, 1.0, 1.5]
     first, second = timing.normalised([[10 * p for p in pace], [20 * p for p in pace]])
     assert first == pytest.approx([10.0] * 5)

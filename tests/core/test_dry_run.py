@@ -26,7 +26,7 @@ def test_a_miss_that_would_be_tuned_says_so_and_measures_nothing(tmp_path: Path)
     assert why.origin == why.to_json()["origin"] == "tune"
     text = str(why)
     assert "miss      would be tuned: no record at M=64: blas, fast, for up to 7 s" in text
-    assert "guess     blas tile=1" in text  # BLAS has no estimate, so no other is ahead of it
+    assert "untuned   blas tile=1" in text  # BLAS has no estimate, so no other is ahead of it
     assert "because   fallback: without a record" in text
     assert "chosen" not in text
     assert timer.measured == []

@@ -61,7 +61,7 @@ def test_progress_is_shown_in_terminals_or_on_request(
 
 
 def test_nothing_is_shown_of_short_steps(monkeypatch: pytest.MonkeyPatch, now: list[float]) -> None:
-    """Times of short steps are not added up, but those of short tunings in one step are."""
+    """Times of short steps are not added up, but times of short tunings in one step are."""
     made, line = stream(monkeypatch, True), progress.Progress()
     for _ in range(100):
         with line.of("64×64×64", True) as tick:

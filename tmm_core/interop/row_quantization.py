@@ -34,8 +34,8 @@ def quantize_rows(x: Tensor, *, group: int = 0) -> Quantized:
 
     Each scale is the largest magnitude of its values divided by 448, in fp32. On a GPU one kernel
     reads ``x`` once (rows of more than 4,096 values twice). Scales of groups have the memory layout
-    of ``torch.nn.functional.scaled_mm``: the scales of one group are adjacent for all rows. The
-    values equal those of ``quantize(x, "fp8", group=group)``.
+    of ``torch.nn.functional.scaled_mm``: the scales of one group are adjacent for all rows.
+    ``quantize(x, "fp8", group=group)`` gives the same values.
 
     Args:
         x: ``[…, K]`` in fp16, bf16 or fp32, of any strides.

@@ -165,7 +165,7 @@ class EpilogueConformance(Suite):
                 self._close(found, exact, f"outputs.{port.name}", None)
 
     def test_it_trains(self) -> None:
-        """The gradients of a product followed by it equal those of torch's own code."""
+        """A product followed by it has the same gradients as torch's own code."""
         generator = torch.Generator("cpu").manual_seed(0)
         width = 8 if self.epilogue.gated else 4
         x, w = (

@@ -146,7 +146,8 @@ def _multiply_scaled(
     LAYOUT: gl.constexpr = acc.type.layout
     SHAPE: gl.constexpr = [C.rows, C.columns]
     # All products use these registers, so each starts when the previous sums are added. When the
-    # second product had its own registers, ptxas started it earlier and spilled those of the first.
+    # second product had its own registers, ptxas started it earlier and spilled the first
+    # product's.
     part = gl.zeros(SHAPE, gl.float32, LAYOUT)
     for step in range(begin, end):
         _await_full(full, stage, phase, C)

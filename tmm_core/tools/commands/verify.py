@@ -89,8 +89,8 @@ class Winner:
 
 
 def answering(store: CacheStore, device: DeviceFingerprint) -> list[Summary[TuningRecord]]:
-    """The store's records that would answer on ``device``. They are the user's own and those of
-    lower layers that no higher layer hides, or the lock file's if it alone answers."""
+    """The store's records that would answer on ``device``. They are the user's own records, and
+    records of lower layers that no higher layer hides; or the lock file's if it alone answers."""
     found: dict[str, Summary[TuningRecord]] = {}
     environment = digest(device.environment)
     for entry in store.summaries(device.gpu):
