@@ -1052,10 +1052,13 @@ def test_a_record_that_another_thread_stored_meanwhile_answers(tmp_path: Path) -
     d, timer = dispatcher(FakeBlas(), FakeKernel("fast"), root=tmp_path)
     record = recorded(problem(), result("fast", 5.0), result("blas", 9.0))
 
-    class Held(contextlib.ExitStack):
-        def __enter__(self) -> Held:
+    class Held:
+        def acquire(self, **_: Any) -> bool:
             d.store.save(DEVICE.gpu, DEVICE.environment, record)
-            return super().__enter__()
+            return True
+
+        def release(self) -> None:
+            pass
 
     d._lock = Held()  # type: ignore[assignment]
     choice = d.choose(problem(), settings())

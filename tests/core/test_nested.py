@@ -3,14 +3,18 @@ nothing, and its plan serves no other call."""
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import inspect
+import itertools
 import math
 import sys
+import threading
 import time
 import types
 import weakref
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -63,18 +67,23 @@ def padded(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 class Inner(FakeKernel):
-    """A kernel that calls ``tmm_core.matmul`` in one of its methods."""
+    """A kernel that calls ``tmm_core.matmul`` in one of its methods.
 
-    def __init__(self, where: str) -> None:
+    Args:
+        runs: Runs a function that calls it; by default in the same thread.
+    """
+
+    def __init__(self, where: str, runs: Any = lambda function, *given: function(*given)) -> None:
         super().__init__("inner", estimate=1.0)
-        self.where = where
+        self.where, self.runs = where, runs
         self.calls = 0
 
     def at(self, where: str) -> None:
         if where == self.where:
             self.calls += 1
-            assert torch.allclose(padded(A, B), A @ B, atol=1e-4)
-            assert torch.allclose(tmm_core.matmul(A, B), A @ B, atol=1e-4)  # the same problem
+            assert torch.allclose(self.runs(padded, A, B), A @ B, atol=1e-4)
+            # the same problem
+            assert torch.allclose(self.runs(tmm_core.matmul, A, B), A @ B, atol=1e-4)
 
     def declines(self, problem: Any) -> list[str]:
         self.at("declines")
@@ -103,7 +112,7 @@ class Inner(FakeKernel):
         def launch(a: Any, b: Any, bias: Any, residual: Any, alpha: float, out: Any) -> Any:
             if self.where == "launch" and bias is None and residual is None and a.dim() == 2:
                 self.calls += 1
-                result = padded(a, b) * alpha
+                result = self.runs(padded, a, b) * alpha
                 return result if out is None else out.copy_(result)
             return launcher(a, b, bias, residual, alpha, out)
 
@@ -125,6 +134,83 @@ def test_a_first_call_is_answered_without_waiting(where: str) -> None:
     assert kernel.calls > 0
     assert tmm_core.plan(A, B).kernel == "inner"
     assert not made.quarantined
+
+
+def in_a_thread(function: Any, *given: Any, later: float = 0.0) -> Any:
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(function, *given)
+        time.sleep(later)  # the thread has asked before this one waits for it
+        return answer.result()
+
+
+@pytest.mark.parametrize(
+    ("where", "pool"),
+    [*itertools.product(["configs", "bind", "launch"], ["new", "kept", "plan"]), ("bind", "later")],
+)
+def test_a_thread_that_a_plugin_waits_for_is_answered_without_waiting(
+    where: str, pool: str
+) -> None:
+    """BLAS answers it, while the caller's thread measures; a pool may keep its threads for the next
+    problem."""
+    kept = ThreadPoolExecutor(1)
+    runs = {
+        "new": in_a_thread,
+        "later": functools.partial(in_a_thread, later=0.1),
+        "kept": lambda function, *given: kept.submit(function, *given).result(),
+        "plan": lambda function, *given: in_a_thread(lambda: tmm_core.plan(*given)(*given)),
+    }[pool]
+    with kept:
+        kernel = Inner(where, runs)
+        made = install(FakeBlas(estimate=10.0), kernel)
+        began = time.monotonic()
+        for a in (A, A[:30]):
+            assert torch.allclose(tmm_core.matmul(a, B), a @ B, atol=1e-4)
+        assert time.monotonic() - began < 10
+        assert kernel.calls > 1
+        assert not made.quarantined
+
+
+def frames(*names: str) -> Any:
+    """A frame of each of these modules, the innermost first."""
+    found: Any = None
+    for name in reversed(names):
+        found = types.SimpleNamespace(f_globals={"__name__": name}, f_back=found)
+    return found
+
+
+def test_a_plugin_waits_if_its_own_code_does() -> None:
+    for between in ([], ["concurrent.futures._base"]):
+        waits = ["threading", *between, "fast_gemm"]
+        for caller in ("tmm_core.verify.verifier", "tmm_core.registry.query", None):
+            assert nesting._plugin_waits(frames(*waits, "pluggy", caller, "__main__"))
+        assert not nesting._plugin_waits(frames(*waits, "tmm_core.nn.linear", "__main__"))
+        assert not nesting._plugin_waits(frames(*waits, "tmm_triton.plugin", "tmm_core.tuning.a"))
+        assert not nesting._plugin_waits(frames("threading", *between, "tmm_core.tuning.tuner"))
+        assert not nesting._plugin_waits(frames(*waits, "__main__"))
+    assert not nesting._plugin_waits(frames("fast_gemm", "tmm_core.verify.verifier"))
+
+
+def test_a_thread_that_nobody_waits_for_waits_its_turn() -> None:
+    """A product of another thread gets the tuned kernel, as long as no plugin's code waits."""
+    begun, asked = threading.Event(), threading.Event()
+
+    def run() -> Any:
+        begun.wait(5)
+        asked.set()
+        return tmm_core.plan(A, B).kernel
+
+    def slow(*_: Any) -> torch.Tensor:
+        begun.set()
+        while not asked.is_set():
+            time.sleep(0.001)
+        time.sleep(0.1)  # the other thread waits for the lock
+        return A @ B
+
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(run)
+        install(FakeBlas(estimate=10.0), Inner("bind", slow))
+        assert tmm_core.plan(A, B).kernel == "inner"
+        assert other.result() == "inner"
 
 
 def test_the_plan_of_a_nested_call_serves_no_other() -> None:

@@ -238,7 +238,7 @@ ENVIRON = [
     Mutant(
         "busy-plan-of-now",
         "launch/warm.py",
-        "while waits and not choice.lasting:",
+        "while waits and not (choice.lasting or awaited()):",
         "while False:",
         "a plan is made of what answers for now",
         (BUSY,),

@@ -7,6 +7,7 @@ from mutant import Mutant
 TUNER = "tests/core/test_tuner.py"
 BACKGROUND = "tests/core/test_background.py"
 EXACT = "tests/core/test_exact_m.py"
+NESTED = "tests/core/test_nested.py"
 
 PATH = [
     Mutant("steps-in-one", "tuning/stages.py", "            run.samples = samples\n        yield ()\n", "            run.samples = samples\n        yield from ()\n",
@@ -42,4 +43,16 @@ PATH = [
            "a server with random M races for ever", (f"{EXACT}::test_a_record_keeps_a_limited_number_of_races",)),
     Mutant("raced-wrong-wins", "tuning/tuner.py", "            if run.status == \"wrong\":\n", "            if False:\n",
            "a kernel that is wrong at an M may answer there", (f"{EXACT}::test_a_kernel_that_is_wrong_there_does_not_win",)),
+    Mutant("awaited-in-turn", "dispatch/dispatcher.py",
+           "            if awaited():\n                yield False\n                return\n", "            pass\n",
+           "a thread that a plugin waits for waits for the plugin's tuning",
+           (f"{NESTED}::test_a_thread_that_a_plugin_waits_for_is_answered_without_waiting[bind-later]",)),
+    Mutant("awaited-tmm", "launch/nesting.py", "return foreign and name.startswith(_RUNS_PLUGINS)",
+           "return name.startswith(_RUNS_PLUGINS)",
+           "a thread does not wait for another's tuning",
+           (f"{NESTED}::test_a_plugin_waits_if_its_own_code_does",)),
+    Mutant("awaited-elsewhere", "launch/nesting.py", "return foreign and name.startswith(_RUNS_PLUGINS)",
+           "return foreign",
+           "a layer whose own code waits for threads is served by BLAS",
+           (f"{NESTED}::test_a_plugin_waits_if_its_own_code_does",)),
 ]  # fmt: skip

@@ -13,11 +13,13 @@ source that has a candidate decides. Each choice names its source:
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import logging
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +36,7 @@ from tmm_core.errors import (
     reraise,
 )
 from tmm_core.launch import warm
+from tmm_core.launch.nesting import awaited
 from tmm_core.launch.plan import Choice
 from tmm_core.registry.registry import Registry
 from tmm_core.settings import Settings, nested
@@ -53,10 +56,13 @@ if TYPE_CHECKING:
 #: Seconds between two log lines that another process is tuning.
 LOG_INTERVAL = 60.0
 
+#: Seconds between two looks whether the thread that measures waits for this one.
+_LOOKS = 0.05
 #: Rows per group at which batch-invariant mode chooses for ragged products.
 ROWS_EACH = 64
 
 _ALONE = "no other kernel can serve this problem"
+_MEASURING = "another thread, which may wait for this one, is measuring"
 
 
 class _WrongError(Exception):
@@ -85,8 +91,9 @@ class Dispatcher(Deferring):
             PluginError: A forced kernel is wrong.
             Exception: Raised by binding BLAS, or by binding or verifying a forced kernel.
         """
-        if settings.nested and settings.kernel is None:
+        if settings.kernel is None and (settings.nested or awaited()):
             choice = self._fallback(problem, "computed inside a plugin's code")
+            choice = replace(choice, lasting=settings.nested)
             return choice, choice.candidate.kernel.bind(problem, choice.candidate.config)
         if settings.on_cache_miss == "background":
             self.resume(problem, settings)
@@ -142,13 +149,19 @@ class Dispatcher(Deferring):
         if problem.capturing:
             why += ", and a CUDA graph is being captured"
         else:
-            with self._lock:  # a launch would disturb another thread's timing
-                if self.first_use.may_launch(problem, choice, settings.verify):
-                    return choice
-                verdict = self.first_use.verify(
-                    problem, choice, launcher, memory_limit=settings.tune_memory
-                )
-            if not verdict.unknown:
+            verdict = None
+            with self._turn() as mine:  # a launch would disturb another thread's timing
+                if mine:
+                    if self.first_use.may_launch(problem, choice, settings.verify):
+                        return choice
+                    verdict = self.first_use.verify(
+                        problem, choice, launcher, memory_limit=settings.tune_memory
+                    )
+            if verdict is None:
+                why = f"{why}, and {_MEASURING}"
+            elif verdict.unknown:
+                why, cause = f"{why}: it {verdict.reason}", verdict.cause
+            else:
                 if verdict.reason is None:
                     return choice
                 if choice.origin != "forced":
@@ -157,7 +170,6 @@ class Dispatcher(Deferring):
                     f"kernel {name!r} is forced and wrong for {problem}: {verdict.reason}; "
                     f"TMM_VERIFY=0 or override(verify=False) uses it unverified"
                 )
-            why, cause = f"{why}: it {verdict.reason}", verdict.cause
         if choice.origin == "forced":
             self.warn_once(f"a forced kernel is used unverified: {why}")
             return choice
@@ -235,7 +247,9 @@ class Dispatcher(Deferring):
             choice = self._later(query)
         elif choice is None and may_tune:
             # Two measurements at one time would disturb each other.
-            with self._lock:
+            with self._turn() as mine:
+                if not mine:
+                    return self._for_now(query, _MEASURING)
                 choice = self._earlier(kept, able) or self._recorded(query, key, complete=True)
                 choice = choice or self._tuned(query)
         elif choice is None:
@@ -248,6 +262,19 @@ class Dispatcher(Deferring):
         waits = may_tune and not self.raced(query, choice)
         choice = self.inside(problem, key, choice, able)
         return replace(choice, lasting=False) if waits else choice
+
+    @contextlib.contextmanager
+    def _turn(self) -> Iterator[bool]:
+        """A context that holds the right to measure in this process; yields False if the thread
+        that has it may wait for this one."""
+        while not self._lock.acquire(timeout=_LOOKS):
+            if awaited():
+                yield False
+                return
+        try:
+            yield True
+        finally:
+            self._lock.release()
 
     # -- sources of a choice, in order ---------------------------------------------------
 

@@ -9,11 +9,13 @@ announce their launches.
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable
 from types import CodeType
-from typing import Any
+from typing import Any, Final
 
 import torch
+from tmm_base.guards import OWN_PACKAGES
 
 from tmm_core import settings
 from tmm_core.spec.launcher import BASELINE, Bound, Launcher
@@ -23,6 +25,35 @@ from tmm_core.spec.launcher import BASELINE, Bound, Launcher
 ENTRIES: dict[int, CodeType] = {}
 #: Names of the kernels whose launch was found to compute a product.
 NESTING: set[str] = set()
+
+
+#: The packages of tmm that run plugins' code.
+_RUNS_PLUGINS: Final = tuple(
+    f"tmm_core.{name}" for name in ("dispatch", "launch", "registry", "tuning", "verify")
+)
+
+
+def awaited() -> bool:
+    """Whether a plugin's code in another thread waits for a thread, which may be this one: it may
+    not wait for that thread."""
+    here = threading.get_ident()
+    return any(
+        each != here and _plugin_waits(frame) for each, frame in sys._current_frames().items()
+    )
+
+
+def _plugin_waits(frame: Any) -> bool:
+    if frame.f_globals.get("__name__") != "threading":
+        return False
+    foreign = False
+    while frame is not None:
+        # Functions that tmm generates have no module.
+        name = frame.f_globals.get("__name__") or _RUNS_PLUGINS[0]
+        if (package := name.partition(".")[0]) in OWN_PACKAGES:
+            return foreign and name.startswith(_RUNS_PLUGINS)
+        foreign = foreign or package not in sys.stdlib_module_names
+        frame = frame.f_back
+    return False
 
 
 def launching(skipped: int = 0) -> str | None:

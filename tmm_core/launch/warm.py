@@ -22,7 +22,7 @@ from tmm_core.launch.check import PLAIN, addressable, check, result_dtype
 from tmm_core.launch.codegen import written
 from tmm_core.launch.collector import garbage_kept
 from tmm_core.launch.fold import Fold
-from tmm_core.launch.nesting import NESTING, add_entry, announced, launching
+from tmm_core.launch.nesting import NESTING, add_entry, announced, awaited, launching
 from tmm_core.launch.output_memory import allocating_outputs
 from tmm_core.launch.plan import Plan
 from tmm_core.spec.arguments import (
@@ -256,7 +256,7 @@ def make_plan(
     with torch.cuda.device(a.device) if a.is_cuda else nullcontext():
         problem, fold = describe(call, epilogue, current)
         choice, launcher = answerer().bound(problem, current)
-        while waits and not choice.lasting:
+        while waits and not (choice.lasting or awaited()):
             time.sleep(_POLL)
             choice, launcher = answerer().bound(problem, current)
     shape: Sequence[int] = (problem.m, problem.n)
