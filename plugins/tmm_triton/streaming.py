@@ -29,6 +29,7 @@ It is written in Gluon, where the author chooses layouts.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
@@ -445,18 +446,20 @@ def _shapes(rows: int) -> Iterator[StreamingConfig]:
             )  # fmt: skip
 
 
-#: µs of a launch, of a wave of programs and of a step of one, and what each row of ``a`` adds to
-#: the whole. They are fitted to products on an H100
-#: (``benchmarks/results/h100/streaming_configs.json``). The best of the first six configs takes at
-#: most 3 % longer than the best of all in 31 of 32 products. In the other, ``triton.mixed_input``
-#: is faster.
-_LAUNCH_US, _WAVE_US, _STEP_US, _ROW = 3.0, 0.75, 0.1, 0.014
+#: µs of a launch, of a wave of programs, of a step of one for 16 rows of the weight per warp, and
+#: of decoding a 4-bit number in one SM for each 8 rows of ``a``; and what a row of ``a`` adds to
+#: all but the launch. They are fitted to 2,290 times on an H100 and an H200, with weights that
+#: fall by half for each 12 % above a product's best time. The error is 9 %
+#: (``benchmarks/results/streaming_estimate.txt``).
+_LAUNCH_US, _WAVE_US, _STEP_US, _DECODE_US, _ROW = 2.12, 1.85, 0.186, 3.58e-6, 0.0091
+#: The order of the norm that joins these times: they overlap in part.
+_OVERLAP = 1.3
 #: Registers of a thread for operands and sums that leave enough of 255 for the rest.
 _MOST_REGISTERS = 200
 #: The number of shapes that a tuning tries, by how they start. On an H200 the best of them takes at
 #: most 4 % longer than the best of all, and 0.2 % in the mean of 18 products
 #: (``benchmarks/results/h200/few_rows_configs.txt``).
-_TRIED = {"b": 2, "wait": 6, "": 3}
+_TRIED = {"b": 2, "wait": 5, "": 2}
 #: The same where only one start is possible.
 _TRIED_ALONE = 6
 
@@ -502,13 +505,21 @@ class Streaming(TritonKernel[StreamingConfig]):
         return sorted(tried, key=lambda each: self.estimate_us(problem, each))
 
     def estimate_us(self, problem: Problem, config: StreamingConfig) -> float:
-        """The time to read ``b``, longer if the last programs leave SMs idle, and to decode."""
+        """The norm of the times to read ``b``, to decode 4-bit numbers and to wait for steps."""
+        machine, form = Machine.of(problem.device), problem.b.form
+        assert form is not None
         programs = problem.batch * -(-problem.n // config.BLOCK_N)
         waves, idle = roofline.waves_and_idle(problem, config, programs)
-        reading = problem.bytes / Machine.of(problem.device).memory * (1 + idle / 2)
+        reading = problem.bytes / machine.memory * (1 + idle / 2)
+        decoding = 0.0
+        if word_decoders.PER_WORD[form.name] == 8:
+            numbers = problem.batch * problem.width * problem.k / machine.sms
+            decoding = numbers * (1 + idle) * _DECODE_US * config.BLOCK_M / 8
         steps = -(-problem.k // config.BLOCK_K)
-        us = _LAUNCH_US + reading + waves * (_WAVE_US + _STEP_US * steps)
-        return us * (1 + _ROW * problem.m)
+        rows = config.width(problem) / config.warps_n
+        waiting = waves * (_WAVE_US + _STEP_US * steps * math.sqrt(rows / 16))
+        norm: float = sum(each**_OVERLAP for each in (reading, decoding, waiting)) ** (1 / _OVERLAP)
+        return _LAUNCH_US + norm * (1 + _ROW * problem.m)
 
     def builds(self, problem: Problem, config: StreamingConfig) -> list[Build]:
         form = problem.b.form

@@ -74,6 +74,8 @@ SPEC = [
            "the driver takes a capacity with which twice as many blocks fit", ("tests/core/test_residency.py",)),
     Mutant("spread-never", "tmm_triton/operands.py", 'if self.options.get("launch_pdl") else None', "if False else None",
            "blocks of overlapping launches crowd on idle SMs", ("tests/plugins/test_compiled_elsewhere.py",)),
+    Mutant("streaming-decodes-bytes", "tmm_triton/streaming.py", "if word_decoders.PER_WORD[form.name] == 8:", "if True:",
+           "estimates decode numbers of 8 bits as those of 4", ("tests/plugins/test_proposals.py",)),
     Mutant("launcher-of-each-box", "triton/launch.py", 'kind.partition("[")[0] for kind', "kind for kind",
            "one C launcher is compiled by several threads", ("tests/plugins/test_compiled_elsewhere.py",)),
     Mutant("prepared-again", "tuning/tuner.py", "self.prepared.pop(problem, {})", "{}",
