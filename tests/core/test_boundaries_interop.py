@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import tmm_core
-from tmm_core import Epilogue, Port, TmmWarning
+from tmm_core import Epilogue, Port, TmmWarning, settings
 from tmm_core.epilogues import parse
 from tmm_core.interop import (
     aten,
@@ -34,6 +34,7 @@ from tmm_core.interop import (
 from tmm_core.interop.declaration import _in_memory, cast_first
 from tmm_core.interop.fallbacks import needs_fallback
 from tmm_core.interop.tails import PRODUCTS, Tail, pairs, tails, terms_of
+from tmm_core.launch import warm
 from tmm_core.spec.arguments import Arguments, GroupedArguments
 
 Tensor = torch.Tensor
@@ -1097,6 +1098,28 @@ def test_an_operator_is_left_once_enough_calls_cost_more_than_they_saved(
     monkeypatch.setattr(aten.Enabled, "install", lambda self: None)
     aten._answer_anew()
     assert (operator.left, operator.slowed) == ("", 0 if now else slowed)
+
+
+@pytest.mark.parametrize("nested", [True, False])
+def test_a_product_of_torch_within_a_launch_announces_its_kernel(
+    nested: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel's plans are dropped, so that its next launches say that they are under way."""
+    old = {("x",): SimpleNamespace(kernel="outer"), ("y",): SimpleNamespace(kernel="other")}
+    monkeypatch.setattr(aten_answers, "launching", lambda: "outer")
+    monkeypatch.setattr(aten_answers, "answers", {})
+    monkeypatch.setattr(warm, "NESTING", set())
+    monkeypatch.setattr(warm, "TABLES", [old])
+    operator = aten_answers.Operator(
+        "mm", SimpleNamespace(call_boxed=None), None, "heuristic", host_bound.Pace(list), list
+    )
+    call: Any = SimpleNamespace(a=torch.zeros(1))
+    with settings.nested() if nested else nullcontext():
+        assert operator.first(("mm",), call) is aten_answers.INSIDE
+    assert (set() if nested else {"outer"}) == warm.NESTING
+    assert [*old] == ([("x",), ("y",)] if nested else [("y",)])
+    assert [*aten_answers.answers] == ([("mm",)] if nested else [])
+    assert not operator.pace.chose
 
 
 @pytest.mark.parametrize("answered", [True, False])

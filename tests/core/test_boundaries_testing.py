@@ -127,8 +127,10 @@ def test_the_id_of_a_problem_names_its_special_properties() -> None:
 def test_k_has_whole_groups_and_elements(k: int, scale: str | None, found: int) -> None:
     four = Operand(torch.uint8, format="int4", scale=Scale.parse(scale) if scale else None)
     plain = problem(k=k, a=Operand(BF16), b=Operand(BF16))
-    assert whole_k(replace(plain, b=four)).k == found
+    assert whole_k(replace(plain, b=four)).k == whole_k(replace(plain, a=four)).k == found
     assert whole_k(plain).k == k
+    other = replace(four, scale=Scale((1, 96)))
+    assert whole_k(replace(plain, a=four, b=other)).k == 96  # two and 32 divide it, too
 
 
 def test_scales_of_a_format() -> None:

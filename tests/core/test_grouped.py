@@ -14,6 +14,7 @@ from fakes import FakeConfig, FakeTimer, dispatcher, plugin, settings
 from tmm_blas import grouped_mm
 from tmm_blas.blas import Blas
 from tmm_cache import CacheStore
+from torch.autograd import forward_ad
 from torch.utils.flop_counter import FlopCounterMode
 
 import tmm_core
@@ -348,6 +349,35 @@ def test_derivatives_of_derivatives(form: str) -> None:
 
     torch.autograd.gradcheck(f, (a, b), check_forward_ad=True)
     torch.autograd.gradgradcheck(f, (a, b))
+
+
+@pytest.mark.parametrize("names", ["bias", "residual", "a", "b", "bias residual", "a b bias"])
+@pytest.mark.parametrize("each", [False, True], ids=["one bias", "a bias each"])
+@pytest.mark.parametrize("form", ["m", "k"])
+def test_tangents_of_some_operands(form: str, each: bool, names: str) -> None:
+    """Against a difference quotient, in float64."""
+    a, b, offs = FORMS[form](dtype=torch.float64)
+    shape = tmm_core.grouped_matmul(a, b, offs=offs).shape
+    width = shape[-1]
+    at = {
+        "a": a, "b": b, "bias": randn(*([3] if each else []), width, dtype=torch.float64),
+        "residual": randn(*shape, dtype=torch.float64),
+    }  # fmt: skip
+    tangents = {name: randn(*at[name].shape, dtype=torch.float64) for name in names.split()}
+
+    def product(given: dict[str, Tensor]) -> Tensor:
+        return tmm_core.grouped_matmul(**given, offs=offs, alpha=0.5, epilogue="silu")
+
+    def moved(by: float) -> Tensor:
+        return product(at | {name: at[name] + by * t for name, t in tangents.items()})
+
+    with forward_ad.dual_level():
+        duals = {name: forward_ad.make_dual(at[name], t) for name, t in tangents.items()}
+        tangent = forward_ad.unpack_dual(product(at | duals)).tangent
+    assert tangent is not None
+    assert tangent.shape == shape
+    quotient = (moved(1e-5) - moved(-1e-5)) / 2e-5
+    torch.testing.assert_close(known(tangent, form), known(quotient, form), rtol=1e-7, atol=1e-7)
 
 
 @pytest.mark.parametrize("form", ["m", "k", "n"])

@@ -49,6 +49,19 @@ def made(name: str, *shape: int, zeros: bool = True) -> tuple[Quantized, Tensor]
     return weight, values
 
 
+@pytest.mark.parametrize("name", ["int8", "int4", "mxfp4"])
+def test_strides_are_those_of_the_values(name: str) -> None:
+    weight, _ = made(name, 32, 64)
+    stack, _ = made(name, 3, 32, 64)
+    assert (weight.stride(), stack.stride()) == ((64, 1), (32 * 64, 64, 1))
+    assert weight.is_contiguous()
+    assert (weight.mT.stride(), stack.mT.stride()) == ((1, 64), (32 * 64, 1, 64))
+    apart = _strided(weight.stored)  # every other stored element
+    of_apart = Quantized(apart, weight.scale, weight.zero, format=name, block=_named(weight))
+    assert of_apart.shape == (32, 64)
+    assert of_apart.stride() == (2 * 64, 2)
+
+
 def close(found: Tensor, expected: Tensor) -> None:
     assert found.shape == expected.shape
     if not found.numel():

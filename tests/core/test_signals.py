@@ -363,6 +363,10 @@ class Handler:
     def method(self, *arguments: Any) -> None:
         raise TimeoutError("from the handler")
 
+    def forgets(self, number: int, frame: Any) -> None:
+        del frame
+        raise TimeoutError("from the handler")
+
 
 def resets(number: int, frame: Any) -> None:
     signal.signal(signal.SIGUSR1, signal.SIG_DFL)
@@ -382,6 +386,7 @@ HANDLERS: dict[str, Any] = {
     "lambda": lambda *_: (_ for _ in ()).throw(TimeoutError("from the handler")),
     "resets": resets,
     "forgets its frame": forgets,
+    "method that forgets its frame": Handler().forgets,
 }
 
 

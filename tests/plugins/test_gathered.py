@@ -104,6 +104,20 @@ def test_its_version_covers_both_kernels(monkeypatch: pytest.MonkeyPatch) -> Non
     assert Gathered().version != before
 
 
+@pytest.mark.parametrize("index", [torch.int32, torch.int64])
+@pytest.mark.parametrize(
+    ("of", "element", "columns"), [(BF16, "*bf16", 1024), (torch.float8_e4m3fn, "*fp8e4nv", 2048)]
+)
+def test_the_copy_has_the_elements_of_a(
+    of: torch.dtype, element: str, columns: int, index: torch.dtype
+) -> None:
+    build = _copy(gathered_problem(k=4096, dtype=of, out=BF16, groups={"a_index": index}))
+    assert build.types["a_ptr"] == build.types["copy_ptr"] == element
+    assert build.types["index_ptr"] == f"*i{8 * index.itemsize}"
+    assert build.constants["COLS"] == columns  # rows of 2 KB
+    assert build.divisible["K"] == build.divisible["stride"] == 16 // of.itemsize
+
+
 def compiled() -> list[int]:
     ptx = _copy(gathered_problem()).compile_for(GPUTarget("cuda", 90, 32)).asm["ptx"]
     return [ptx.count(f"{access}.global.v4.b32") for access in ("ld", "st")] + [

@@ -38,12 +38,3 @@ def read(
     group = k // counts[0]
     stored = weight_packed.contiguous().view(torch.uint8)
     return Quantized(stored, weight_scale, zero, format="int4", group=group)
-
-
-def written(weight: Quantized) -> tuple[Tensor, Tensor, Tensor | None]:
-    """``(weight_packed, weight_scale, weight_zero_point)`` of a weight."""
-    stored = weight.stored.contiguous().view(torch.int32)
-    if weight.zero is None:
-        return stored, weight.scale, None
-    zero = torch.nn.functional.pad(weight.zero.t(), (0, -weight.shape[0] % 8))
-    return stored, weight.scale, words.packed(zero).t()
