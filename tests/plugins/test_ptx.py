@@ -166,7 +166,7 @@ def test_a_kernel_that_cannot_be_edited_is_compiled_with_a_warning(knobs: Hooked
         knobs.compiled("ret;")
     del knobs.add_stages_inspection_hook
     with (
-        pytest.warns(TmmWarning, match="one: columns .*: this Triton has no stage inspection hook"),
+        pytest.warns(TmmWarning, match="one: neighbouring .*: .* no stage inspection hook"),
         ptx.edited("one", ["joined"]),
     ):
         assert not hasattr(knobs, "add_stages_inspection_hook")
