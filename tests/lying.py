@@ -909,6 +909,8 @@ LIES: dict[str, dict[str, type[Lie]]] = {
     },
     "A10": {
         "a group of one row": group_lie(lambda sizes, m: bool((sizes == 1).any())),
+        "a group of two rows": group_lie(lambda sizes, m: bool((sizes == 2).any())),
+        "a group of three rows": group_lie(lambda sizes, m: bool((sizes == 3).any())),
         "three empty groups": group_lie(lambda sizes, m: int((sizes == 0).sum()) >= 3),
         "first and last empty": group_lie(lambda sizes, m: not sizes[0] and not sizes[-1]),
         "all in one group": group_lie(lambda sizes, m: int(sizes.max()) == int(sizes.sum())),

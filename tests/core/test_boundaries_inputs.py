@@ -362,7 +362,7 @@ def test_values_change_unseen_in_rounds_at_the_same_addresses() -> None:
     assert {name: getattr(before, name)._version for name in names} == version
 
 
-@pytest.mark.parametrize("name", ["single", "sparse", "one", "even", "equal", "first", "few"])
+@pytest.mark.parametrize("name", ["small", "sparse", "one", "even", "equal", "first", "few"])
 def test_rounds_of_groups_have_the_sizes_of_their_names(name: str) -> None:
     instance = problem(m=24, n=8, k=8, groups=Groups(4, "m", out_weights=F32))
     sizes = {plan.name: plan.recipe.sizes for plan in further_inputs.planned(instance)}

@@ -690,9 +690,10 @@ def sizes_of(count: int, total: int, kind: Any, seed: int = 0) -> list[int]:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_distributions_of_group_sizes(seed: int) -> None:
-    assert sorted(sizes_of(8, 20, "single", seed)) == [1] * 7 + [13]
-    assert sorted(sizes_of(8, 5, "single", seed)) == [0] * 3 + [1] * 5
-    assert sorted(sizes_of(8, 8, "single", seed)) == [1] * 8
+    assert sorted(sizes_of(8, 20, "small", seed)) == [1, 1, 2, 2, 2, 3, 3, 6]
+    assert sorted(sizes_of(8, 15, "small", seed)) == [1, 1, 1, 2, 2, 2, 3, 3]
+    assert sorted(sizes_of(8, 14, "small", seed)) == [1] * 7 + [7]
+    assert sorted(sizes_of(8, 5, "small", seed)) == [0] * 3 + [1] * 5
     assert sorted(sizes_of(8, 20, "one", seed)) == [0] * 7 + [20]
     sparse = sizes_of(8, 800, "sparse", seed)
     assert (sparse[0], sparse[-1]) == (0, 0)
@@ -705,7 +706,7 @@ def test_distributions_of_group_sizes(seed: int) -> None:
     skewed = sorted(sizes_of(8, 8000, "skewed", seed))
     assert skewed[:2] == [0, 0]
     assert skewed[-1] >= 2 * skewed[2]
-    for kind in ("even", "skewed", "one", "single"):
+    for kind in ("even", "skewed", "one", "small"):
         assert sizes_of(1, 7, kind, seed) == [7]
 
 

@@ -114,7 +114,7 @@ def test_shapes_of_a_problem_equal_its_tensors() -> None:
     assert problem.shape("b_scale") == (4, 1, 32)
 
 
-@pytest.mark.parametrize("sizes", ["single", "one", "even", "skewed", "sparse"])
+@pytest.mark.parametrize("sizes", ["small", "one", "even", "skewed", "sparse"])
 @pytest.mark.parametrize(("count", "total"), [(1, 0), (1, 9), (4, 0), (4, 3), (4, 4), (4, 11)])
 def test_groups_end_where_the_rows_do(sizes: Any, count: int, total: int) -> None:
     ends = ragged_inputs.ends_of(count, total, random_inputs.seeded(CPU, 3), sizes)

@@ -113,7 +113,7 @@ class Plan:
 
 def planned(problem: Problem) -> Iterator[Plan]:
     """Yield the rounds of a problem; the first suffices to detect a cache by address."""
-    usual = Recipe(alpha=-1.0, sizes="single")
+    usual = Recipe(alpha=-1.0, sizes="small")
     yield Plan("other values at the same addresses", usual)
     if problem.groups is None:
         yield Plan("values in another order", Recipe(alpha=3.0), rolled=True)
@@ -180,7 +180,7 @@ def _alphas(problem: Problem) -> Iterator[Plan]:
     """Alphas of each sign and magnitude."""
     chance = random.Random(random_inputs.new_seed())
     most = 3.0 if problem.epilogue.is_identity else 0.5
-    yield Plan("alpha=0", Recipe(alpha=0.0, sizes="single"))
+    yield Plan("alpha=0", Recipe(alpha=0.0, sizes="small"))
     if problem.a.dtype.is_floating_point:
         yield Plan("alpha=nan", Recipe(alpha=math.nan))
     for exponent in (chance.uniform(-2.5, -1), chance.uniform(most - 0.5, most)):

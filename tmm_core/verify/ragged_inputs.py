@@ -31,13 +31,13 @@ LEAST_READ = 8
 #: Most rows that ``a`` has in excess of the result.
 MOST_MORE = 1024
 
-#: Distributions of group sizes: ``skewed`` and ``even`` have some empty groups. ``single``: groups
-#: of exactly one row, and the rest in one. ``one``: all rows are in one group. ``sparse``: most
-#: groups are empty, the first and the last too. ``first``, ``last``: all rows are in that group.
-#: ``equal``: all groups are of one size, with no empty one. ``none``: all groups are empty.
+#: Distributions of group sizes: ``skewed`` and ``even`` have some empty groups. ``small``: groups
+#: of one, two and three rows, and the rest in one. ``one``: all rows are in one group. ``sparse``:
+#: most groups are empty, the first and the last too. ``first``, ``last``: all rows are in that
+#: group. ``equal``: all groups are of one size, with no empty one. ``none``: all groups are empty.
 #: ``few``: groups have a third of the rows. ``rising``, ``falling``: sizes from zero, in order.
 Sizes = Literal[
-    "skewed", "even", "single", "one", "sparse", "first", "last", "equal", "none", "few",
+    "skewed", "even", "small", "one", "sparse", "first", "last", "equal", "none", "few",
     "rising", "falling",
 ]  # fmt: skip
 #: Rows of ``a`` that are gathered. ``fewer``, ``more``: ``a`` has fewer or more rows than the
@@ -223,11 +223,12 @@ def divided(inputs: Inputs, lead: tuple[int, ...], names: Iterable[str]) -> Inpu
 def ends_of(count: int, total: int, chance: torch.Generator, sizes: Sizes) -> list[int]:
     """Return the ends of ``count`` groups with ``total`` rows in all."""
     order = torch.randperm(count, generator=chance, device="cpu")
-    if sizes == "single":
-        rows = torch.zeros(count, dtype=torch.long, device="cpu")
-        rows[order[: min(count, total)]] = 1
-        rows[order[0]] += max(0, total - count)
-        ends: list[int] = rows.cumsum(0).tolist()
+    if sizes == "small":
+        small = torch.arange(count, device="cpu") % 3 + 1
+        if small.sum() > total:
+            small = (torch.arange(count, device="cpu") < total).long()
+        small[0] += total - small.sum()
+        ends: list[int] = small[order].cumsum(0).tolist()
         return ends
     if sizes in ("equal", "none"):
         return [total // count * (place + 1) * (sizes == "equal") for place in range(count)]
