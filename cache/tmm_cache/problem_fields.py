@@ -33,7 +33,7 @@ def text_of(value: JSON) -> str:
         return printable(value.removeprefix("torch.")) or "none"
     if value is None:
         return "none"
-    return printable(canonical(value))
+    return canonical(value)  # JSON has no control characters
 
 
 def sizes(problem: Document) -> tuple[JSON, JSON, JSON]:

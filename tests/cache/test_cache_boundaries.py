@@ -32,6 +32,7 @@ from tmm_cache import (
     disk,
     fields,
     files,
+    locks,
     ownership,
     paths,
     problem_fields,
@@ -364,13 +365,16 @@ def test_saves_of_a_tenth_of_the_limit_are_followed_by_a_scan(
 # -- locks --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("timeout", "waits"), [(0.5, [0.5]), (1.0, [1.0]), (2.5, [1.0, 1.5])])
+@pytest.mark.parametrize(
+    ("timeout", "waits"), [(0.5, [0.5]), (1.0, [1.0]), (2.5, [1.0, "a line", 1.5])]
+)
 def test_a_wait_for_a_lock_ends_at_the_timeout(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, timeout: float, waits: list[float]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, timeout: float, waits: list[float | str]
 ) -> None:
+    """A wait of more than a second is logged."""
     import filelock
 
-    waited: list[float] = []
+    waited: list[float | str] = []
 
     class Taken:
         def __init__(self, path: Path, **_: Any) -> None: ...
@@ -380,6 +384,7 @@ def test_a_wait_for_a_lock_ends_at_the_timeout(
             raise filelock.Timeout("taken")
 
     monkeypatch.setattr(filelock, "FileLock", Taken)
+    monkeypatch.setattr(locks, "_log_wait", lambda: waited.append("a line"))
     assert acquire(tmp_path / "lock", timeout) is None
     assert waited == waits
 
@@ -756,7 +761,7 @@ def test_expressions_in_a_line(changes: dict[str, Any], text: str) -> None:
     [
         (True, "true"), (None, "none"), ("torch.bfloat16", "bfloat16"), ("", "none"),
         (1.5, "1.5"), ([1, 2], "[1,2]"), ({"b": 1, "a": "x"}, '{"a":"x","b":1}'),
-        ("a\x1b[2J", "a\\x1b[2J"), (12, "12"),
+        ("a\x1b[2J", "a\\x1b[2J"), (12, "12"), (["\x7f", "\x1b"], '["\\u007f","\\u001b"]'),
     ],
 )  # fmt: skip
 def test_values_in_a_cell(value: Any, text: str) -> None:

@@ -313,6 +313,17 @@ def test_a_host_serves_until_it_is_unused(hosted: Hosted, monkeypatch: pytest.Mo
     assert pool.jobs[0][0] is None
 
 
+def test_a_host_whose_workers_do_not_start_ends_before_it_serves(
+    hosted: Hosted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed: Future[Any] = Future()
+    failed.set_exception(OSError("no worker"))
+    monkeypatch.setattr(hosted.pools[0], "schedule", lambda *_: failed)
+    with pytest.raises(OSError, match="no worker"):
+        looks(hosted, monkeypatch, [])
+    assert hosted.answers() == []
+
+
 def test_a_host_ends_with_its_parent(hosted: Hosted, monkeypatch: pytest.MonkeyPatch) -> None:
     parents = iter([7, 7, 7, 1])
     monkeypatch.setattr(os, "getppid", lambda: next(parents))

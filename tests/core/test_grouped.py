@@ -943,6 +943,9 @@ def test_grouped_products_are_benched_with_torch_and_a_loop() -> None:
         assert measured["error"] < 1.6e-2
         assert {"torch", "tmm", "kernel blas"} <= set(measured["times"])
         call = task.case.call(torch.device("cpu"))
+        assert call.plan(kernel="blas").kernel == "blas"
+        with pytest.raises(tmm_core.UnknownNameError, match="no_such"):
+            call.plan(kernel="no_such")
         wanted = tmm_core.grouped_matmul(call.a, call.b, **call.keywords)
         torch.testing.assert_close(bench.eager([call])(0), wanted, rtol=2e-2, atol=2e-2)
     assert len(suites.select(["grouped"])) == 20

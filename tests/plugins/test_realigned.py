@@ -35,7 +35,7 @@ from tmm_core.epilogues import parse
 from tmm_core.spec.device import DeviceFingerprint, fingerprint
 from tmm_core.testing import KernelConformance
 from tmm_core.testing.probe_problems import contiguous, laid
-from tmm_core.triton import compile_for, source
+from tmm_core.triton import compile_for, interpreted, source
 from tmm_core.verify.guard_bands import (
     UNREADABLE,
     Checksums,
@@ -237,6 +237,32 @@ def test_a_batch_whose_stride_alone_is_misaligned_is_copied() -> None:
     assert torch.equal(copy, a)
     assert Operand.of(copy).aligned
     assert other is b
+
+
+@pytest.mark.skipif(CUDA, reason="Triton is not interpreting")
+def test_no_word_outside_the_rows_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be in a page that cannot be read."""
+    interpreted._mend()  # before its load is replaced
+    builder = importlib.import_module("triton.runtime.interpreter").interpreter_builder
+    load, read = builder.create_masked_load, set[int]()
+
+    def recorded(ptrs: Any, mask: Any, *more: Any) -> Any:
+        read.update(ptrs.data[mask.data.astype(bool)].tolist())
+        return load(ptrs, mask, *more)
+
+    monkeypatch.setattr(builder, "create_masked_load", recorded)
+    # Rows that begin within a word, and at a word that is not a multiple of 16 bytes.
+    for offset, columns in itertools.product((1, 2, 3, 4), (13, 14, 15, 16)):
+        stride = columns + 8  # so that a word between two rows may have no byte of either
+        storage = torch.randn(8 + 3 * stride).to(BF16)
+        a, b = storage.as_strided((3, columns), (stride, 1), offset), torch.zeros(columns, 16)
+        out = torch.empty(3, 16, device="meta")
+        read.clear()
+        copy, _ = bind_copy(Problem.of(a, b.to(BF16), out, fingerprint(DEVICE)))(a, b)
+        assert torch.equal(copy, a)
+        spans = [(row.data_ptr(), row.data_ptr() + 2 * columns) for row in a]
+        assert read
+        assert all(any(w < end and start < w + 8 for start, end in spans) for w in read)
 
 
 def test_nan_and_inf_are_copied_exactly() -> None:

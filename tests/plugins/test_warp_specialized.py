@@ -245,8 +245,10 @@ def test_tma_stores_whole_rows_of_16_bytes_only(batch: int, residual: Operand | 
             assert stored(instance) == ("c_desc" if n % whole == 0 else "out_ptr")
             off = dataclasses.replace(instance, out=Operand(dtype, aligned=False))
             assert stored(off) == "out_ptr"
-            fetched = "r_desc" in KERNEL.specialize(instance, CONFIG).types
-            assert fetched is (residual is not None and dtype is BF16 and n % whole == 0)
+            types = KERNEL.specialize(instance, CONFIG).types
+            fetched = residual is not None and dtype is BF16 and n % whole == 0
+            assert ("r_desc" in types) is fetched
+            assert ("residual_ptr" in types) is (residual is not None and not fetched)
     assert stored(problem(m=1, n=1, k=8)) == "out_ptr"
 
 

@@ -185,7 +185,8 @@ def _watch(board: _Board, attempt: int, shares: Mapping[int, Sequence[int]]) -> 
     lost = board.await_all(awaited, until=f"verdict/{attempt}")
     ended = [
         (index, board.get(key).get("error"))
-        for index in sorted(index for share in shares.values() for index in share)
+        for share in shares.values()
+        for index in share
         if board.has(key := f"result/{attempt}/{index}")
     ]
     return {"lost": lost, "ended": ended}
