@@ -126,6 +126,16 @@ def test_the_format_of_its_rows_is_of_a_weight() -> None:
     assert weight(four) == weight(replace(four, m=1))
 
 
+def test_arithmetics_are_noted_for_one_gpu_and_environment(tmp_path: Path) -> None:
+    d, _ = dispatcher(FakeBlas(), root=tmp_path)
+    own, notes = weight_problem(16), d._invariance._notes_of
+    changes = {"torch": "another", "name": "another", "sm_count": 7, "capability": (9, 9)}
+    others = [replace(own.device, **{name: value}) for name, value in changes.items()]  # type: ignore[arg-type]
+    notes(own).add("key", "one")
+    assert notes(own).get("key") == "one"
+    assert [notes(replace(own, device=other)).get("key") for other in others] == [None] * 4
+
+
 def test_an_m_that_was_measured_is_not_taken_for_one_between() -> None:
     edge = weight_problem(64)
     places = [_position(edge, m) for m in (32, 33, 34, 49, 50, 64)]

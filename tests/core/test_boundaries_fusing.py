@@ -96,6 +96,11 @@ def gate_used_again(self: Any, x: Tensor) -> Tensor:
     return self.down(F.silu(gate) * up) + gate
 
 
+def gate_twice(self: Any, x: Tensor) -> Tensor:
+    parts = self.wide(x).chunk(2, dim=-1)
+    return self.down(F.silu(parts[0]) * parts[0])
+
+
 def added(self: Any, x: Tensor) -> Tensor:
     gate, up = self.wide(x).chunk(2, dim=-1)
     return self.down(F.silu(gate) + up)
@@ -199,6 +204,7 @@ def gate_of_itself(self: Any, x: Tensor) -> Tensor:
         (sorted_by_column, ["linear"] * 3, None),
         (half_used_again, ["linear"] * 3, "its halves are used for more than their product"),
         (gate_used_again, ["linear"] * 3, "its halves are used for more than their product"),
+        (gate_twice, ["linear"] * 3, "its halves are also used otherwise"),
         (added, ["linear"] * 3, "its halves are used for more than their product"),
         (tanh_gate, ["linear"] * 3, "no gated epilogue computes tanh"),
         (whole_used_again, ["linear"] * 3, "its halves are also used otherwise"),

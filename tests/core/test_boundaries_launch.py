@@ -312,6 +312,38 @@ def test_empty_operands_are_not_read_in_place() -> None:
     assert fold.in_place(transposed, b, None) is None
 
 
+@pytest.mark.parametrize(
+    ("a", "b", "made", "in_place"),
+    [
+        ((5, 3, 8), (5, 8, 6), lambda *shape: torch.empty(shape), True),
+        # Of the kernel's own shape, which needs no view.
+        ((5, 3, 8), (5, 8, 6), lambda *shape: torch.empty(*shape[:-1], 9)[..., :6], True),
+        ((2, 3, 8), (8, 6), lambda *shape: torch.empty(shape), True),
+        ((2, 3, 8), (8, 6), lambda *shape: torch.empty(*shape[:-1], 9)[..., :6], False),
+    ],
+)
+def test_an_out_is_written_in_place_if_it_has_a_view_for_the_kernel(
+    a: tuple[int, ...], b: tuple[int, ...], made: Any, in_place: bool
+) -> None:
+    given = torch.randn(a), torch.randn(b)
+    right = given[0] @ given[1]
+    fold = Fold.of(*given, None, right.shape)
+    assert fold is not None
+    outs: list[Any] = []
+
+    def run(a: Any, b: Any, bias: Any, residual: Any, alpha: Any, out: Any) -> Any:
+        outs.append(out)
+        return torch.matmul(a, b, out=out)
+
+    out = made(*right.shape)
+    launch: Any = fold.wrap(run, *given, None)
+    assert launch(*given, None, None, 1.0, out) is out
+    torch.testing.assert_close(out, right)
+    assert [None if each is None else each.data_ptr() for each in outs] == [
+        out.data_ptr() if in_place else None
+    ]
+
+
 def test_a_kernel_sees_a_residual_of_the_results_shape(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels index the residual by row and column, so a broadcast one is expanded."""
     monkeypatch.setenv("TMM_ON_CACHE_MISS", "heuristic")

@@ -38,6 +38,7 @@ COL, STRIDED = Operand(BF16, "col"), Operand(BF16, "strided", aligned=False)
 EIGHT = Operand(torch.float8_e4m3fn)
 FP8 = {"a": EIGHT, "b": EIGHT}
 INT8 = Operand(torch.int8, format="int8")
+INT4 = Operand(torch.uint8, format="int4")
 EVERY = dict.fromkeys(("a", "b", "out", "residual"), ANY)
 
 #: A problem, the reason against it, and the declaration that admits it.
@@ -58,6 +59,9 @@ REQUIRED: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
     ({"a": Operand(BF16, scale=Scale.parse("row"))}, "no scale of a by row for torch.bfloat16", {}),
     ({"b": INT8}, "takes no int8 b with an a of torch.bfloat16", {"weights": ("int8",)}),
     ({"a": INT8}, "takes no int8 a with a b of torch.bfloat16", {"activations": ("int8",)}),
+    ({"b": INT4}, "does not unpack b, which has 2 values", {"weights": ("int4",), "packed": True}),
+    ({"a": INT4}, "does not unpack a, which has 2 values",
+     {"activations": ("int4",), "packed": True}),
     ({"b": replace(INT8, scale=Scale.parse("row"), zero=True)}, "has no zero points of b",
      {"weights": ANY, "scales": ("row",), "zeros": True}),
     ({"out": Operand(FP32)}, "out of torch.float32", {"out": (FP32,)}),

@@ -509,4 +509,26 @@ SAMPLED = [
            "a process that waits for another's tuning says nothing",
            ("tests/cache/test_cache_boundaries.py::"
             "test_a_wait_for_a_lock_ends_at_the_timeout",)),
+    Mutant("sampled-own-shape", "launch/fold.py",
+           "(out.is_contiguous() or out.shape == self.flat):",
+           "out.is_contiguous():",
+           "a padded out of a batch is filled by a copy",
+           ("tests/core/test_boundaries_launch.py::"
+            "test_an_out_is_written_in_place_if_it_has_a_view_for_the_kernel",)),
+    Mutant("sampled-two-values", "spec/supports.py",
+           "if operand.pack != 1 and not supports.packed:",
+           "if operand.pack > 2 and not supports.packed:",
+           "a kernel that does not unpack is given two values in an element",
+           ("tests/core/test_supports.py::test_undeclared_properties_are_declined",)),
+    Mutant("sampled-notes-of-environment", "dispatch/invariant.py",
+           '{"gpu": device.gpu, "environment": device.environment}',
+           '{"gpu": device.gpu}',
+           "an arithmetic that another torch measured is a weight's",
+           ("tests/core/test_boundaries_dispatch.py::"
+            "test_arithmetics_are_noted_for_one_gpu_and_environment",)),
+    Mutant("sampled-gate-twice", "nn/fusion_match.py",
+           " or len(others) != 1 or others[0].args[1:] != (1,):",
+           " or len(others) != 1:",
+           "a gate that is multiplied by itself is multiplied by up",
+           ("tests/core/test_boundaries_fusing.py::test_each_pattern_at_its_edge",)),
 ]  # fmt: skip

@@ -220,8 +220,7 @@ class _Names:
             self._targets.add(node.target)
             if node.target is getattr:
                 self._targets.add(node.args[1])
-            if node.op == "call_function":
-                self._targets.add(getattr(node.target, "__name__", ""))
+            self._targets.add(getattr(node.target, "__name__", ""))  # of a function
 
     def of_forward(self) -> _Names:
         """Resolve the names of the module's forward, and return this object."""
