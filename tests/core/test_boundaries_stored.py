@@ -362,7 +362,6 @@ def test_zero_points_of_rows_that_fill_no_word() -> None:
     point = words.packed(padded).t()
     found = compressed.read(PACKED[:10], torch.ones(10, 2, dtype=BF16), point)
     assert torch.equal(found.zero, zero)  # type: ignore[arg-type]
-    assert torch.equal(compressed.written(found)[2], point)  # type: ignore[arg-type]
 
 
 META: dict[str, Any] = {

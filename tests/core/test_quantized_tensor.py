@@ -602,8 +602,6 @@ def test_zero_points_go_with_their_scales() -> None:
 
 
 def test_zero_points_of_rows_that_do_not_fill_a_word() -> None:
-    from tmm_core.integrations.checkpoints import compressed
-
     words = torch.randint(0, 2**31 - 1, (2, 2), dtype=torch.int32)
     packed = torch.randint(0, 2**31 - 1, (12, 32), dtype=torch.int32)
     own = _compressed(weight_packed=packed, weight_scale=SCALE[:12], weight_zero_point=words)
@@ -612,11 +610,6 @@ def test_zero_points_of_rows_that_do_not_fill_a_word() -> None:
         [(int(words[row // 8, g]) >> 4 * (row % 8)) & 15 for g in (0, 1)] for row in range(12)
     ]
     assert zero.tolist() == expected
-    written = compressed.written(own)[2]
-    assert written is not None
-    again = _compressed(weight_packed=packed, weight_scale=SCALE[:12], weight_zero_point=written)
-    assert again.zero is not None
-    assert torch.equal(again.zero, zero)
 
 
 @pytest.mark.parametrize("name", FORMATS)
