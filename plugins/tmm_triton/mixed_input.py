@@ -34,7 +34,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tmm_core import ANY, ConfigError, Machine, Operand, Problem, Supports
 from tmm_core.triton import SEARCH_LIMITED, Described
-from tmm_triton import word_decoders
+from tmm_triton import roofline, word_decoders
 from tmm_triton.mixed_input_device import mixed_input_kernel
 from tmm_triton.operands import Build, TileConfig, Typed, build, check, kind
 from tmm_triton.partials import MOST_WORKSPACE, reduction
@@ -505,8 +505,7 @@ class MixedInput(Built[MixedInputConfig]):
         reading = of_weight * min(units, machine.sms) / machine.memory
         filling = c.stage_bytes / _BROUGHT
         times = (-(-steps // c.k_ways) * latency, steps * work, steps * reading, steps * filling)
-        tile: float = sum(each**_OVERLAP for each in times) ** (1 / _OVERLAP)
-        tile += c.rows * c.BLOCK_M * _STORE_US
+        tile = roofline.overlapping(times, _OVERLAP) + c.rows * c.BLOCK_M * _STORE_US
         time = -(-units // machine.sms) * tile
         if c.splits > 1:
             time += _REDUCE_US + c.splits * problem.m * problem.n * _PARTIAL_US

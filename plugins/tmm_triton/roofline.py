@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 from tmm_core import Machine, Problem
 from tmm_triton.operands import TileConfig
@@ -63,6 +64,12 @@ def times_us(
     partials = 8 * splits * problem.batch * problem.m * problem.n if splits > 1 else 0
     moving = machine.moving_us(problem.bytes + partials)
     return {"tensor cores": busy, "latency": waiting, "memory": moving}
+
+
+def overlapping(times: Iterable[float], order: float) -> float:
+    """Return the duration of works that overlap in part, the norm of their times: their sum if
+    ``order`` is 1, about the longest if it is large."""
+    return float(sum(each**order for each in times) ** (1 / order))
 
 
 def waves_and_idle(problem: Problem, config: TileConfig, programs: int) -> tuple[int, float]:

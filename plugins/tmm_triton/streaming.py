@@ -446,13 +446,13 @@ def _shapes(rows: int) -> Iterator[StreamingConfig]:
             )  # fmt: skip
 
 
-#: µs of a launch, of a wave of programs, of a step of one for 16 rows of the weight per warp, and
-#: of decoding a 4-bit number in one SM for each 8 rows of ``a``; and what a row of ``a`` adds to
-#: all but the launch. They are fitted to 2,290 times on an H100 and an H200, with weights that
-#: fall by half for each 12 % above a product's best time. The error is 9 %
-#: (``benchmarks/results/streaming_estimate.txt``).
+#: µs of a launch and of a wave of programs; µs of a step of a wave whose warps have 16 rows of the
+#: weight each; µs in which an SM decodes a 4-bit number, for each 8 rows of ``a``. The last one is
+#: the fraction that each row of ``a`` adds to all but the launch. They are fitted to 2,290 times on
+#: an H100 and an H200. Times 12 % above a product's best have half the weight of the best. The
+#: error is 9 % (``benchmarks/results/streaming_estimate.txt``).
 _LAUNCH_US, _WAVE_US, _STEP_US, _DECODE_US, _ROW = 2.12, 1.85, 0.186, 3.58e-6, 0.0091
-#: The order of the norm that joins these times: they overlap in part.
+#: The order of the norm of these times (:func:`roofline.overlapping`).
 _OVERLAP = 1.3
 #: Registers of a thread for operands and sums that leave enough of 255 for the rest.
 _MOST_REGISTERS = 200
@@ -505,7 +505,7 @@ class Streaming(TritonKernel[StreamingConfig]):
         return sorted(tried, key=lambda each: self.estimate_us(problem, each))
 
     def estimate_us(self, problem: Problem, config: StreamingConfig) -> float:
-        """The norm of the times to read ``b``, to decode 4-bit numbers and to wait for steps."""
+        """Reading ``b``, decoding 4-bit numbers and waiting for steps, which overlap in part."""
         machine, form = Machine.of(problem.device), problem.b.form
         assert form is not None
         programs = problem.batch * -(-problem.n // config.BLOCK_N)
@@ -518,8 +518,8 @@ class Streaming(TritonKernel[StreamingConfig]):
         steps = -(-problem.k // config.BLOCK_K)
         rows = config.width(problem) / config.warps_n
         waiting = waves * (_WAVE_US + _STEP_US * steps * math.sqrt(rows / 16))
-        norm: float = sum(each**_OVERLAP for each in (reading, decoding, waiting)) ** (1 / _OVERLAP)
-        return _LAUNCH_US + norm * (1 + _ROW * problem.m)
+        us = roofline.overlapping((reading, decoding, waiting), _OVERLAP)
+        return _LAUNCH_US + us * (1 + _ROW * problem.m)
 
     def builds(self, problem: Problem, config: StreamingConfig) -> list[Build]:
         form = problem.b.form

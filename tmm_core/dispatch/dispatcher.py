@@ -56,8 +56,8 @@ if TYPE_CHECKING:
 #: Seconds between two log lines that another process is tuning.
 LOG_INTERVAL = 60.0
 
-#: Seconds between two looks whether the thread that measures waits for this one.
-_LOOKS = 0.05
+#: Seconds after which a thread checks again whether the thread that measures waits for it.
+_CHECK_INTERVAL = 0.05
 #: Rows per group at which batch-invariant mode chooses for ragged products.
 ROWS_EACH = 64
 
@@ -267,7 +267,7 @@ class Dispatcher(Deferring):
     def _turn(self) -> Iterator[bool]:
         """A context that holds the right to measure in this process; yields False if the thread
         that has it may wait for this one."""
-        while not self._lock.acquire(timeout=_LOOKS):
+        while not self._lock.acquire(timeout=_CHECK_INTERVAL):
             if awaited():
                 yield False
                 return
