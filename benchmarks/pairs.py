@@ -12,26 +12,24 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
-from quantised import BF16, Call, copies_of, plain, quantised
+from quantised import BF16, Call, copies_of, medians, plain, quantised, two_sizes
 
 import tmm_core
 from tmm_core.launch import warm
-from tmm_core.tuning.timing import timer_for
 
 #: Inputs and features of MLPs of Llama-1B, Qwen3-4B, Phi-3 mini and Llama-8B.
 WIDTHS = ((2048, 8192), (2560, 9728), (3072, 8192), (4096, 14336))
 BITS = {"bf16": 16, "int4": 4, "int8": 8, "fp8": 8}
 ROUNDS = 15
-
-Product = Callable[..., Any]
 
 
 @contextmanager
@@ -39,16 +37,16 @@ def crowded() -> Iterator[None]:
     """A context: launches that are bound in it do not spread their blocks over the SMs."""
     from tmm_core.triton import launch
 
-    spread = launch.spread
-    launch.spread = lambda *given: None
-    try:
+    def forget() -> None:
         launch.forget_compiled()
         warm.forget_plans()
-        yield
-    finally:
-        launch.spread = spread
-        launch.forget_compiled()
-        warm.forget_plans()
+
+    with mock.patch.object(launch, "spread", return_value=None):
+        forget()
+        try:
+            yield
+        finally:
+            forget()
 
 
 def measure(form: str, hidden: int, between: int, rows: int, *, before: bool, device: Any) -> Any:
@@ -59,9 +57,7 @@ def measure(form: str, hidden: int, between: int, rows: int, *, before: bool, de
         before: Also measure tmm's with :func:`crowded`.
     """
     copies = max(2, copies_of(3 * hidden * between * BITS[form] / 8, device))
-    make = (
-        plain if form == "bf16" else lambda *shape, device: quantised(form, *shape, device=device)
-    )
+    make = plain if form == "bf16" else partial(quantised, form)
     ups = [make(2 * between, hidden, device=device) for _ in range(copies)]
     downs = [make(hidden, between, device=device) for _ in range(copies)]
     dense = [
@@ -77,10 +73,8 @@ def measure(form: str, hidden: int, between: int, rows: int, *, before: bool, de
         return F.linear(F.silu(gate) * value, down) + x
 
     def ours() -> dict[str, Call]:
-        up, down = (
-            tmm_core.plan(x, ups[0].t(), epilogue="swiglu"),
-            tmm_core.plan(y, downs[0].t(), residual=x),
-        )
+        up = tmm_core.plan(x, ups[0].t(), epilogue="swiglu")
+        down = tmm_core.plan(y, downs[0].t(), residual=x)
         chosen.update(up=(up.kernel, up.config), down=(down.kernel, down.config))
         return {
             "up": lambda i: up(x, ups[i].t()),
@@ -93,12 +87,7 @@ def measure(form: str, hidden: int, between: int, rows: int, *, before: bool, de
     if before:
         with crowded():
             calls["both, crowded"] = ours()["both"]
-    timer = timer_for(device)
-    samples = timer.measure(list(calls.values()), ROUNDS, copies=copies)
-    timer.release()
-    us = {
-        name: round(statistics.median(mine), 2) for name, mine in zip(calls, samples, strict=True)
-    }
+    us = medians(calls, ROUNDS, copies, device)
     of_sum = us["both"] / (us["up"] + us["down"])
     shown = ", ".join(f"{name} {each:.1f}" for name, each in us.items())
     print(f"{form} {hidden}×{between}, {rows} rows, µs: {shown}; both are {of_sum:.2f} of the sum")
@@ -106,15 +95,10 @@ def measure(form: str, hidden: int, between: int, rows: int, *, before: bool, de
     return {**sizes, "us": us, "chosen": chosen}
 
 
-def _widths(text: str) -> tuple[int, int]:
-    hidden, _, between = text.partition("x")
-    return int(hidden), int(between)
-
-
 @torch.no_grad()
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--widths", nargs="+", type=_widths, default=list(WIDTHS), metavar="HxI")
+    parser.add_argument("--widths", nargs="+", type=two_sizes, default=list(WIDTHS), metavar="HxI")
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 4, 16])
     parser.add_argument("--formats", nargs="+", choices=BITS, default=["bf16", "int4", "fp8"])
     parser.add_argument("--crowded", action="store_true", help="also without spreading blocks")

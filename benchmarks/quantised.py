@@ -279,6 +279,18 @@ def _of_projection(
         )  # fmt: skip
 
 
+def medians(
+    calls: dict[str, Call], rounds: int, copies: int, device: torch.device
+) -> dict[str, float]:
+    """The median µs of each call, interleaved; a chain has one for each of the ``copies``."""
+    timer = timer_for(device)
+    samples = timer.measure(list(calls.values()), rounds, copies=copies)
+    timer.release()
+    return {
+        name: round(statistics.median(mine), 2) for name, mine in zip(calls, samples, strict=True)
+    }
+
+
 def measure(problem: Problem, device: torch.device, search: bool = False) -> dict[str, Any]:
     """µs of each provider, and its speed relative to the first. ``search`` adds the regret of a
     tuning's choice: its time over that of the best of all candidates."""
@@ -291,13 +303,7 @@ def measure(problem: Problem, device: torch.device, search: bool = False) -> dic
         except (RuntimeError, ValueError, TypeError) as error:
             failed[name] = f"{type(error).__name__}: {error}"[:300]
             del problem.calls[name]
-    timer = timer_for(device)
-    samples = timer.measure(list(problem.calls.values()), ROUNDS, copies=problem.copies)
-    timer.release()
-    us = {
-        name: round(statistics.median(mine), 2)
-        for name, mine in zip(problem.calls, samples, strict=True)
-    }
+    us = medians(problem.calls, ROUNDS, problem.copies, device)
     base = us[next(iter(us))]
     found = {"format": problem.form, **problem.sizes, "us": us, "bytes": problem.bytes}
     found["ratios"] = {name: round(base / each, 3) for name, each in us.items()}
@@ -348,9 +354,10 @@ def bars(device: torch.device, small: bool) -> Iterator[Problem]:
                 yield problem
 
 
-def _weight(text: str) -> tuple[int, int]:
-    n, _, k = text.partition("x")
-    return int(n), int(k)
+def two_sizes(text: str) -> tuple[int, int]:
+    """Two sizes from an option such as ``4096x14336``."""
+    first, _, second = text.partition("x")
+    return int(first), int(second)
 
 
 @torch.no_grad()
@@ -358,7 +365,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=["int4"])
     parser.add_argument("--rows", nargs="+", type=int, default=list(ROWS))
-    parser.add_argument("--weights", nargs="+", type=_weight, default=list(WEIGHTS), metavar="NxK")
+    parser.add_argument(
+        "--weights", nargs="+", type=two_sizes, default=list(WEIGHTS), metavar="NxK"
+    )
     parser.add_argument("--no-peers", action="store_true", help="tmm and torch alone")
     parser.add_argument("--bars", action="store_true", help="8-bit weights, blocks and experts")
     parser.add_argument("--only", default="", metavar="TEXT", help="problems whose line has TEXT")
