@@ -86,6 +86,7 @@ GPU = replace(DEVICE, type="cuda", l2=50 << 20, interpreted=False)
         ("Disk quota exceeded", "passing"),
         ("Cannot allocate memory", "passing"),
         ("Too many open files", "passing"),
+        ("RuntimeError: can't start new thread", "passing"),
         ("Resource temporarily unavailable", "passing"),
         ("Input/output error", "passing"),
         ("died (signal 9, SIGKILL)", "passing"),

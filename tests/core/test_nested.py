@@ -6,7 +6,6 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import inspect
-import itertools
 import math
 import sys
 import threading
@@ -143,24 +142,26 @@ def in_a_thread(function: Any, *given: Any, later: float = 0.0) -> Any:
         return answer.result()
 
 
-@pytest.mark.parametrize(
-    ("where", "pool"),
-    [*itertools.product(["configs", "bind", "launch"], ["new", "kept", "plan"]), ("bind", "later")],
-)
+def in_threads(pool: str, kept: ThreadPoolExecutor) -> Any:
+    """How a plugin runs a function in another thread: a ``new`` one, a ``kept`` one, or one that
+    begins long before the plugin waits for it."""
+    return {
+        "new": in_a_thread,
+        "later": functools.partial(in_a_thread, later=0.02),
+        "kept": lambda function, *given: kept.submit(function, *given).result(),
+        "plan": lambda function, *given: in_a_thread(lambda: tmm_core.plan(*given)(*given)),
+    }[pool]
+
+
+@pytest.mark.parametrize("pool", ["new", "kept", "plan", "later"])
+@pytest.mark.parametrize("where", ["configs", "bind"])
 def test_a_thread_that_a_plugin_waits_for_is_answered_without_waiting(
     where: str, pool: str
 ) -> None:
     """BLAS answers it, while the caller's thread measures; a pool may keep its threads for the next
     problem."""
-    kept = ThreadPoolExecutor(1)
-    runs = {
-        "new": in_a_thread,
-        "later": functools.partial(in_a_thread, later=0.1),
-        "kept": lambda function, *given: kept.submit(function, *given).result(),
-        "plan": lambda function, *given: in_a_thread(lambda: tmm_core.plan(*given)(*given)),
-    }[pool]
-    with kept:
-        kernel = Inner(where, runs)
+    with ThreadPoolExecutor(1) as kept:
+        kernel = Inner(where, in_threads(pool, kept))
         made = install(FakeBlas(estimate=10.0), kernel)
         began = time.monotonic()
         for a in (A, A[:30]):
@@ -168,6 +169,20 @@ def test_a_thread_that_a_plugin_waits_for_is_answered_without_waiting(
         assert time.monotonic() - began < 10
         assert kernel.calls > 1
         assert not made.quarantined
+
+
+@pytest.mark.parametrize("pool", ["new", "kept", "plan", "later"])
+def test_a_kernel_whose_launch_waits_for_a_product_of_another_thread_is_refused(pool: str) -> None:
+    """That thread could launch it again, and so start another thread, without end."""
+    with ThreadPoolExecutor(1) as kept:
+        kernel = Inner("launch", in_threads(pool, kept))
+        install(FakeBlas(estimate=10.0), kernel)
+        with pytest.warns(TmmWarning, match="waits for a thread that computes products"):
+            assert torch.allclose(tmm_core.matmul(A, B), A @ B, atol=1e-4)
+        for a in (A, A[:30], torch.randn(64, 16)):
+            assert torch.allclose(tmm_core.matmul(a, B), a @ B, atol=1e-4)
+            assert tmm_core.plan(a, B).kernel == "blas"
+        assert 0 < kernel.calls < 20
 
 
 def frames(*names: str) -> Any:

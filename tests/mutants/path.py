@@ -55,4 +55,8 @@ PATH = [
            "return foreign",
            "a layer whose own code waits for threads is served by BLAS",
            (f"{NESTED}::test_a_plugin_waits_if_its_own_code_does",)),
+    Mutant("awaited-launch", "verify/checked_launch.py", "if nesting.has_waited() and not",
+           "if nesting.has_waited() and not True and",
+           "a kernel that waits for threads which launch it starts threads without end",
+           (f"{NESTED}::test_a_kernel_whose_launch_waits_for_a_product_of_another_thread_is_refused",)),
 ]  # fmt: skip

@@ -25,7 +25,8 @@ from tmm_core.spec.launcher import BASELINE, Bound, Launcher
 ENTRIES: dict[int, CodeType] = {}
 #: Names of the kernels whose launch was found to compute a product.
 NESTING: set[str] = set()
-
+#: Threads in which a plugin's code was seen to wait.
+_WAITING: set[int] = set()
 
 #: The packages of tmm that run plugins' code.
 _RUNS_PLUGINS: Final = tuple(
@@ -36,10 +37,19 @@ _RUNS_PLUGINS: Final = tuple(
 def awaited() -> bool:
     """Whether a plugin's code in another thread waits for a thread, which may be this one: it may
     not wait for that thread."""
+    here, frames = threading.get_ident(), sys._current_frames()
+    waiting = [each for each in frames if each != here and _plugin_waits(frames[each])]
+    _WAITING.update(waiting)
+    return bool(waiting)
+
+
+def has_waited() -> bool:
+    """Whether, since the last time this was asked in this thread, a plugin's code waited in it
+    while another thread called for a product."""
     here = threading.get_ident()
-    return any(
-        each != here and _plugin_waits(frame) for each, frame in sys._current_frames().items()
-    )
+    waited = here in _WAITING
+    _WAITING.discard(here)
+    return waited
 
 
 def _plugin_waits(frame: Any) -> bool:

@@ -14,6 +14,7 @@ import torch
 from tmm_base.guards import suppress
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from tmm_core.launch import nesting
 from tmm_core.spec.launcher import Bound, Launcher
 from tmm_core.verify import compare, watched_call
 from tmm_core.verify.auxiliary_outputs import Outputs
@@ -168,9 +169,9 @@ class CheckedLauncher:
             # Immediately before the launch: other allocations would take the poisoned memory.
             if into is None and not repeated:
                 self._data.poison_free_memory()
+            nesting.has_waited()
             try:
                 result: Tensor = launch_form()
-                return result
             except (GeneratorExit, StopIteration) as error:
                 # They would close or end the generators of a tuning.
                 kind = GeneratorExit if isinstance(error, GeneratorExit) else StopIteration
@@ -181,6 +182,10 @@ class CheckedLauncher:
             except BaseException as error:
                 self._data.raised = error
                 raise
+            if nesting.has_waited() and not self._baseline:
+                # A warm call in that thread does not see the launch, and would launch it again.
+                raise WrongError("it waits for a thread that computes products, which may use it")
+            return result
 
         before = {} if repeated else _properties(given)
         with self._in(mode):

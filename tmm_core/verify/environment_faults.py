@@ -63,7 +63,7 @@ _WORDS: tuple[tuple[Cause, str], ...] = (
     ("passing", r"\bOutOfMemoryError\b|\bMemoryError\b|ALLOC_FAILED"),
     ("passing", r"cannot be verified within [\d.]+ MiB"),
     ("passing", r"\bNo space left on device\b|\bDisk quota exceeded\b"),
-    ("passing", r"\ballocate memory\b|\bToo many open files\b"),
+    ("passing", r"\ballocate memory\b|\bToo many open files\b|\bcan't start new thread\b"),
     ("passing", r"\bResource temporarily unavailable\b|\bInput/output error\b"),
     ("passing", r"\((?:signal \d+, )SIG(?:KILL|TERM|INT|HUP|QUIT|XCPU|XFSZ)\)"),
     ("passing", r"`ptxas` failed with error code -(?:1|2|9|15|24|25)\b"),
