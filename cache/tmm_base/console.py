@@ -13,7 +13,7 @@ import textwrap
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Final, NoReturn, TypeVar
+from typing import Any, Final, NoReturn, TextIO, TypeVar
 
 from tmm_base import UsageError
 from tmm_base.guards import printable, reraise
@@ -37,7 +37,11 @@ class Parser(argparse.ArgumentParser):
     """argparse with one-line errors and shorthands for common options."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(MISTAKE, f"{self.prog}: {printable(message)}\n")
+        note(message, self.prog)
+        sys.exit(MISTAKE)
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        print(message, end="", file=file)  # argparse ignores that the disk is full
 
     def flag(self, *names: str, text: str) -> None:
         """Add an option without a value, False by default."""
@@ -64,10 +68,11 @@ def argument(parse: Callable[[str], T]) -> Callable[[str], T]:
 
 
 def guarded(program: str, run: Callable[[], int], *errors: type[Exception]) -> int:
-    """The exit status of a command; a usage error, or one of `errors`, becomes a note."""
+    """The exit status of a command; a usage error, an OSError, or one of `errors`, becomes a
+    note."""
     global _program
     _program = program
-    expected: tuple[type[Exception], ...] = (UsageError, *errors)
+    expected: tuple[type[Exception], ...] = (UsageError, OSError, *errors)
     _open_standard_streams()
     try:
         if hasattr(sys.stdout, "reconfigure"):
@@ -146,9 +151,17 @@ def warnings_as_notes(*categories: type[Warning]) -> Iterator[None]:
 # -- messages ----------------------------------------------------------------------------
 
 
-def note(text: str) -> None:
+def note(text: str, program: str | None = None) -> None:
     """Print a message that is not data, on stderr."""
-    print(f"{_program}: {printable(text)}", file=sys.stderr, flush=True)
+    print_line(f"{program or _program}: {printable(text)}", sys.stderr)
+
+
+def print_line(text: str, file: TextIO | None = None) -> None:
+    """Print a text, by default on stdout: in one line, but folded between words on a terminal."""
+    if (file or sys.stdout).isatty():
+        print_paragraph(text, hanging=_INDENT, file=file)
+    else:
+        print(text, file=file, flush=True)
 
 
 def print_json(value: Any) -> None:
@@ -175,9 +188,10 @@ def counted(number: int, noun: str) -> str:
 # -- tables ------------------------------------------------------------------------------
 
 
-def width() -> int:
-    """The terminal's width, or :data:`PIPED` if stdout is not a terminal."""
-    return shutil.get_terminal_size().columns if sys.stdout.isatty() else PIPED
+def width(file: TextIO | None = None) -> int:
+    """The terminal's width, or :data:`PIPED` if the file, by default stdout, is not a terminal."""
+    is_terminal = (file or sys.stdout).isatty()
+    return shutil.get_terminal_size().columns if is_terminal else PIPED
 
 
 def print_table(
@@ -187,9 +201,9 @@ def print_table(
     print("\n".join(table(columns, rows, width(), right=right)))
 
 
-def print_paragraph(text: str, *, hanging: int = 0) -> None:
-    """Print a text on stdout, in lines as wide as the terminal or a pipe."""
-    print("\n".join(paragraph(text, width(), hanging=hanging)), flush=True)
+def print_paragraph(text: str, *, hanging: int = 0, file: TextIO | None = None) -> None:
+    """Print a text, by default on stdout, in lines as wide as the terminal or a pipe."""
+    print("\n".join(paragraph(text, width(file), hanging=hanging)), file=file, flush=True)
 
 
 def table(
@@ -199,19 +213,21 @@ def table(
     *,
     right: Sequence[str] = (),
 ) -> list[str]:
-    """The lines of a table, none longer than `width`: cells are folded, between words if possible.
-    Columns in `right` are right-aligned. A row that is a string is an indented paragraph across all
-    columns, which continues the row above."""
+    """The lines of a table, none longer than `width`: cells are folded between words. If that does
+    not suffice, each row becomes a paragraph that names its columns. Columns in `right` are
+    right-aligned. A row that is a string is an indented paragraph across all columns, which
+    continues the row above."""
     cells = list(zip(columns, *(row for row in rows if not isinstance(row, str)), strict=True))
     widths = [max(map(len, column)) for column in cells]
-    # Narrow the widest column that has room: first words stay whole, then the longest are folded.
     words = [max(len(word) for cell in column for word in [*cell.split(), ""]) for column in cells]
-    for least in (words, [1] * len(words)):
-        room = [size - small for size, small in zip(widths, least, strict=True)]
-        while sum(widths) + _GAP * (len(widths) - 1) > width and any(each > 0 for each in room):
-            widest = max(range(len(widths)), key=lambda index: (room[index] > 0, widths[index]))
-            widths[widest] -= 1
-            room[widest] -= 1
+    room = [size - small for size, small in zip(widths, words, strict=True)]
+    while sum(widths) + _GAP * (len(widths) - 1) > width:
+        if not any(room):
+            return [line for row in rows for line in _named(columns, row, width)]
+        # Narrow the widest column that has room.
+        widest = max(range(len(widths)), key=lambda index: (room[index] > 0, widths[index]))
+        widths[widest] -= 1
+        room[widest] -= 1
 
     def folded(row: Sequence[str]) -> Iterator[str]:
         parts = [
@@ -227,10 +243,18 @@ def table(
     lines = [*folded(columns), "─" * (sum(widths) + _GAP * (len(widths) - 1))]
     for row in rows:
         if isinstance(row, str):
-            lines += paragraph(" " * _INDENT + row, width, hanging=_INDENT)
+            lines += _named(columns, row, width)
         else:
             lines += folded(row)
     return lines
+
+
+def _named(columns: Sequence[str], row: Sequence[str] | str, width: int) -> list[str]:
+    """A table's row as a paragraph that names its columns."""
+    if isinstance(row, str):
+        return paragraph(" " * _INDENT + row, width, hanging=_INDENT)
+    cells = ", ".join(f"{name} {cell}" for name, cell in zip(columns, row, strict=True) if cell)
+    return textwrap.wrap(cells, width, subsequent_indent=" " * _INDENT, break_on_hyphens=False)
 
 
 def paragraph(text: str, width: int, *, hanging: int = 0) -> list[str]:

@@ -27,7 +27,7 @@ Command: TypeAlias = Callable[[CacheStore, argparse.Namespace], int]
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns 0 if done, 1 if faults were found or left undone, 2 for bad
     usage."""
-    return guarded(_PROGRAM, lambda: _run(argv), OSError)
+    return guarded(_PROGRAM, lambda: _run(argv))
 
 
 def _run(argv: Sequence[str] | None) -> int:

@@ -80,10 +80,19 @@ def test_cells_of_many_words_fold_before_a_word_is_cut() -> None:
     assert len(lines) > 3
 
 
-def test_a_word_is_cut_only_if_no_line_can_hold_it() -> None:
-    (line, *more) = console.table(("name", "of"), [("x" * 30, "y" * 10)], 20)[2:]
-    assert more
-    assert len(line) <= 20
+def test_a_row_without_room_for_its_words_is_a_paragraph() -> None:
+    rows = [("large", "", "bfloat16"), "more of it", ("decode", "0.979×", "x" * 15)]
+    assert console.table(("class", "worst", "dtype"), rows, 20) == [
+        "class large, dtype",
+        "     bfloat16",
+        "     more of it",
+        "class decode, worst",
+        "     0.979×, dtype",
+        "     " + "x" * 15,
+    ]
+
+
+def test_a_word_is_cut_only_in_a_table() -> None:
     assert console.paragraph("a /a/" + "b" * 60, 40, hanging=4) == ["a", "    /a/" + "b" * 60]
 
 
@@ -103,3 +112,19 @@ def test_the_width_is_the_terminals_or_that_of_a_pipe(
     monkeypatch.setenv("COLUMNS", "133")
     monkeypatch.setattr("sys.stdout.isatty", lambda: is_terminal, raising=False)
     assert console.width() == (133 if is_terminal else 100)
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_notes_are_folded_for_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], is_terminal: bool
+) -> None:
+    monkeypatch.setenv("COLUMNS", "30")
+    monkeypatch.setattr("sys.stderr.isatty", lambda: is_terminal, raising=False)
+    console.note("nothing can be written: full")
+    with pytest.raises(SystemExit, match="2"):
+        console.Parser(prog="tmm tune").error("argument MxNxK: found '4x', accepted is MxNxK")
+    fold = "\n     " if is_terminal else " "
+    assert capsys.readouterr().err == (
+        f"tmm: nothing can be written:{fold}full\n"
+        f"tmm tune: argument MxNxK:{fold}found '4x', accepted is{fold}MxNxK\n"
+    )

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import errno
 import importlib.util
+import io
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cache_builders import BLAS, ENVIRONMENT, GPU, SPLIT_K, child, problem, record
@@ -94,6 +96,20 @@ def test_a_full_disk_below_stdout_is_reported_in_one_line(
 ) -> None:
     message = "tmm-cache: output cannot be written: No space left on device\n"
     assert run_closed(">/dev/full", *arguments) == (2, message)
+
+
+@pytest.mark.parametrize("run", [main, tmm.main])
+@pytest.mark.parametrize("argument", ["--version", "--help"])
+@pytest.mark.parametrize("buffered", [True, False])
+def test_help_on_a_full_disk_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: Captured, run: Any, argument: str, buffered: bool
+) -> None:
+    with io.TextIOWrapper(
+        open("/dev/full", "wb", buffering=-buffered), write_through=not buffered
+    ) as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert run([argument]) == 2
+    assert capsys.readouterr().err.endswith(": output cannot be written: No space left on device\n")
 
 
 # -- paths of results --------------------------------------------------------------------

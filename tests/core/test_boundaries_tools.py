@@ -1679,7 +1679,7 @@ def test_first_launches_are_in_another_process_on_request(
     assert tune.run(one) == 0
     out, err = capsys.readouterr()
     assert json.loads(out) == [{"problem": "8×8×8 bfloat16 nn", "status": "tuned"}]
-    assert err == "tmm: [1/1] tuned\n"
+    assert err == "[1/1] tuned\n"
 
 
 def test_kernels_that_a_tuning_left_out_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -66,13 +66,13 @@ def test_shipped_records_fit_and_break_no_word(
 ) -> None:
     from tmm_cache.cli import main as cache_main
 
-    monkeypatch.setattr(console, "width", lambda: width)
+    monkeypatch.setattr(console, "width", lambda *_: width)
     monkeypatch.delenv("TMM_SHIPPED_RECORDS", raising=False)
     assert cache_main(["show", "--all"]) == 0
     narrow = capsys.readouterr().out
     assert len(narrow.splitlines()) > 500
     assert max(map(len, narrow.splitlines())) <= width
-    monkeypatch.setattr(console, "width", lambda: 400)
+    monkeypatch.setattr(console, "width", lambda *_: 400)
     assert cache_main(["show", "--all"]) == 0
     assert set(words(narrow)) <= set(words(capsys.readouterr().out))
 
@@ -81,7 +81,7 @@ def test_shipped_records_fit_and_break_no_word(
 def test_doctor_fits_and_has_a_legend(
     width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(console, "width", lambda: width)
+    monkeypatch.setattr(console, "width", lambda *_: width)
     assert main(["doctor", "--device", "cpu"]) in (0, 1)
     legend, *lines = capsys.readouterr().out.splitlines()
     assert all(mark in legend for mark in ("! a problem", "- a note", "no mark"))

@@ -85,7 +85,7 @@ def test_explain_why(capsys: pytest.CaptureFixture[str], shipped: None) -> None:
 def test_an_analysis_fits_the_terminal(
     width: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, shipped: None
 ) -> None:
-    monkeypatch.setattr(console, "width", lambda: width)
+    monkeypatch.setattr(console, "width", lambda *_: width)
     lines = printed(capsys, "4096x4096x4096", "--gpu", "H200", "--why").splitlines()
     assert width - 20 < max(map(len, lines)) <= width
 

@@ -29,6 +29,7 @@ def test_a_machine_without_a_gpu_gets_small_problems_and_a_note(
     table, notes = capsys.readouterr()
     assert "no GPU" in notes
     assert "[22/22]" in notes
+    assert max(len(line) for line in notes.splitlines() if not line.startswith("tmm: ")) <= 100
     heading, _, *rows = table.splitlines()
     assert re.split(r"\s{2,}", heading) == list(quick.COLUMNS)
     cells = [re.split(r"\s{2,}", row) for row in rows]

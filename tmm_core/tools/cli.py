@@ -21,7 +21,7 @@ from tmm_core.tools.commands import options as shared
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status."""
-    return guarded("tmm", lambda: _run(argv), TmmError, OSError)
+    return guarded("tmm", lambda: _run(argv), TmmError)
 
 
 def _run(argv: Sequence[str] | None) -> int:

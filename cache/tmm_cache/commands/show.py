@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from tmm_base import UsageError, console
-from tmm_base.console import DONE, FOUND, counted, note, print_json
+from tmm_base.console import DONE, FOUND, counted, note, print_json, print_line
 from tmm_base.guards import printable
 
 from tmm_cache import problem_fields
@@ -83,7 +83,7 @@ def verify(store: CacheStore, options: Namespace) -> int:
         print_json({"records": records, "faults": found})
     else:
         for fault in faults:
-            print(printable(f"{fault.path}: {fault.reason}"))
+            print_line(printable(f"{fault.path}: {fault.reason}"))
     note(f"{counted(records, 'good record')}, {counted(len(faults), 'fault')}")
     return FOUND if faults else DONE
 

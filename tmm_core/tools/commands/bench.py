@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tmm_base import UsageError
+from tmm_base import UsageError, console
 from tmm_base.console import DONE, FOUND, INTERRUPTED, note, print_json, print_table
 
 from tmm_core import dispatch
@@ -46,7 +47,8 @@ def run(options: argparse.Namespace) -> int:
         chosen = _chosen(options, started + options.max_seconds)
         for number, document in enumerate(runner.run(tasks, device, chosen), 1):
             writer.append(document)
-            note(f"[{number:{len(str(len(tasks)))}}/{len(tasks)}] {report.line(document)}")
+            line = f"[{number:{len(str(len(tasks)))}}/{len(tasks)}] {report.line(document)}"
+            console.print_paragraph(line, hanging=6, file=sys.stderr)
     except KeyboardInterrupt:
         interrupted = True
     results = Results.of(writer.documents)

@@ -25,7 +25,8 @@ def run(options: argparse.Namespace) -> int:
         if options.json:
             print_json(found)
         else:
-            print(f"problem    {explanation.problem}\ngpu        {explanation.problem.device.name}")
+            console.print_paragraph(f"problem    {explanation.problem}", hanging=11)
+            print(f"gpu        {explanation.problem.device.name}")
             print(why_text.text(found, console.width()))
     elif options.json:
         print_json(explanation.to_json())

@@ -11,7 +11,7 @@ from importlib import resources
 from pathlib import Path
 
 from tmm_base import UsageError
-from tmm_base.console import DONE
+from tmm_base.console import DONE, print_paragraph
 from tmm_base.guards import OWN_PACKAGES
 
 import tmm_core
@@ -39,8 +39,9 @@ def run(options: argparse.Namespace) -> int:
         place = folder / path
         place.parent.mkdir(parents=True, exist_ok=True)
         place.write_text(text, encoding="utf-8")
-    print(f"{folder}: the kernel {module}.tiled, the epilogue {module}_elu, tests and CI. Next:\n")
-    print(f"  cd {folder}")
+    made = f"the kernel {module}.tiled, the epilogue {module}_elu, tests and CI"
+    print_paragraph(f"{folder}: {made}. Next:")
+    print(f"\n  cd {folder}")
     print("  pip install -e '.[test]'")
     print("  tmm kernels          # it is listed")
     print("  pytest               # it conforms")

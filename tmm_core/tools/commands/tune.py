@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -48,7 +49,7 @@ def run(options: argparse.Namespace) -> int:
     outcomes: list[dict[str, Any]] = []
     interrupted = False
     # With --json stdout is one document, so progress goes to stderr.
-    say: Callable[[str], None] = note if options.json else partial(print_paragraph, hanging=6)
+    say = partial(print_paragraph, hanging=6, file=sys.stderr if options.json else None)
     with ExitStack() as stack:
         if options.isolate:
             tuner = dispatch.default_dispatcher().tuner

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from tmm_base.console import DONE, FOUND, INTERRUPTED, counted, note, print_json
+from tmm_base.console import DONE, FOUND, INTERRUPTED, counted, note, print_json, print_line
 from tmm_cache import CacheStore, Summary, TuningRecord, digest, shipped_layers
 
 from tmm_core import dispatch, settings
@@ -63,7 +63,7 @@ def run(options: argparse.Namespace) -> int:
             found.append(document)
             if (status := document["status"]) in FAULTS and not options.json:
                 fault = f"{status}: {document['reason']}"
-                print(f"{document['title']}  {report.chosen(document)}  {fault}", flush=True)
+                print_line(f"{document['title']}  {report.chosen(document)}  {fault}")
     except KeyboardInterrupt:
         note(f"interrupted after {len(found)} records; correct ones are noted as verified")
         interrupted = True
@@ -73,7 +73,7 @@ def run(options: argparse.Namespace) -> int:
         counts = Counter(document["status"] for document in found)
         parts = [f"{counts[status]} {text}" for status, text in _LABELS.items() if counts[status]]
         records = f"{counted(len(found), 'record')} for {gpu.gpu}"
-        print(f"{records}: {', '.join(parts)}" if parts else records)
+        print_line(f"{records}: {', '.join(parts)}" if parts else records)
     if interrupted:
         return INTERRUPTED
     return FOUND if any(document["status"] in FAULTS for document in found) else DONE
