@@ -37,8 +37,13 @@ _RUNS_PLUGINS: Final = tuple(
 def awaited() -> bool:
     """Whether a plugin's code in another thread waits for a thread, which may be this one: it may
     not wait for that thread."""
-    here, frames = threading.get_ident(), sys._current_frames()
-    waiting = [each for each in frames if each != here and _plugin_waits(frames[each])]
+    here = threading.get_ident()
+    # No variable holds the frames, since this one is among them: it would be kept alive by itself.
+    waiting = [
+        thread
+        for thread, frame in sys._current_frames().items()
+        if thread != here and _plugin_waits(frame)
+    ]
     _WAITING.update(waiting)
     return bool(waiting)
 
