@@ -105,6 +105,8 @@ def parallel(how: str, first: str) -> dict[str, Any]:
         "swapped": len(report.changes),
         "layers": sum(isinstance(m, Linear) for m in converted.modules()),
         "keys": [*converted.state_dict()] == [*original.state_dict()],
+        # They keep FSDP's layers from `static_weights`.
+        "hooks": all(m._state_dict_pre_hooks for m in converted.modules() if isinstance(m, Linear)),
     }
 
 
@@ -121,6 +123,7 @@ def test_ranks_train_alike(world: World, how: str, first: str) -> None:
         sharded = (how, first) == ("fsdp2", "wrap")
         assert found["layers"] == (0 if sharded else 5)
         assert bool(found["swapped"]) != sharded
+        assert found["hooks"] == (how == "fsdp2")
 
 
 # -- loops of other libraries ------------------------------------------------------------

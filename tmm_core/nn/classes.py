@@ -76,7 +76,9 @@ def _new(recipe: _Recipe) -> Any:
 class ProductLayer(nn.Module):
     """Base of the classes of layers whose one product tmm computes."""
 
-    #: Run the product under the setting ``static_weights``. Assign to change it.
+    #: Run the product under the setting ``static_weights``. Assign to change it. It is ignored if
+    #: the layer has hooks of its ``state_dict``. FSDP2 adds one to each layer that it shards, and
+    #: writes the weights immediately before the product reads them.
     static_weights = False
     #: The class of layers whose product can take an epilogue. A subclass is not of this class.
     computes_product: ClassVar[type]
@@ -98,7 +100,7 @@ class ProductLayer(nn.Module):
 
     def _run(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """``function(*arguments)``, under the setting if it is set."""
-        if self.static_weights:
+        if self.static_weights and not self._state_dict_pre_hooks:
             return with_static_weights(function, *arguments)
         return function(*arguments)
 

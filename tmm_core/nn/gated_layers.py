@@ -90,7 +90,8 @@ class GatedMLP(Together):
 
     #: Addresses of the shards when they were last joined.
     _shards_seen: Sequence[int] = ()
-    #: Run the first product under the setting ``static_weights``; ``down_proj`` has its own.
+    #: Run the first product under the setting ``static_weights``, with the exception of
+    #: :attr:`ProductLayer.static_weights`; ``down_proj`` has its own.
     static_weights = False
 
     def __init__(
@@ -143,10 +144,10 @@ class GatedMLP(Together):
                 between = None
             elif torch.compiler.is_compiling():
                 between = gated_linear(x, *operands)
-            elif self.static_weights:
-                between = with_static_weights(run, x, *operands)
-            else:
+            elif not self.static_weights or gate._state_dict_pre_hooks or up._state_dict_pre_hooks:
                 between = run(x, *operands)
+            else:
+                between = with_static_weights(run, x, *operands)
         elif _sharded(gate):
             between = self._sharded_product(gate, up, x)
         if between is None:

@@ -98,7 +98,7 @@ class Linear(ProductLayer, nn.Linear):
         weight = self.weight
         if type(weight) is not nn.Parameter and fallbacks.foreign(weight):
             return self._by_type(input, weight, self.bias, self._text)
-        if self.static_weights:
+        if self.static_weights and not self._state_dict_pre_hooks:
             return with_static_weights(finished_linear, input, weight, self.bias, self._text)
         return api.linear(input, weight, self.bias, epilogue=self._text)
 
