@@ -3,6 +3,7 @@ nothing, and its plan serves no other call."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.metadata
 import inspect
@@ -18,7 +19,7 @@ from typing import Any
 
 import pytest
 import torch
-from fakes import FakeBlas, FakeConfig, FakeKernel, FakeTimer, hookimpl, plugin
+from fakes import FakeBlas, FakeConfig, FakeKernel, FakeTimer, hookimpl, plugin, problem
 from tmm_cache import CacheStore
 
 import tmm_core
@@ -28,6 +29,8 @@ from tmm_core.launch import nesting, warm
 from tmm_core.registry.registry import Registry
 from tmm_core.spec import watch
 from tmm_core.spec.device import fingerprint
+from tmm_core.spec.groups import Groups
+from tmm_core.spec.kernel import Traits
 from tmm_core.tuning.tuner import Tuner
 
 A, B = torch.randn(60, 16), torch.randn(16, 32)
@@ -197,12 +200,59 @@ def test_a_plugin_waits_if_its_own_code_does() -> None:
     for between in ([], ["concurrent.futures._base"]):
         waits = ["threading", *between, "fast_gemm"]
         for caller in ("tmm_core.verify.verifier", "tmm_core.registry.query", None):
-            assert nesting._plugin_waits(frames(*waits, "pluggy", caller, "__main__"))
-        assert not nesting._plugin_waits(frames(*waits, "tmm_core.nn.linear", "__main__"))
-        assert not nesting._plugin_waits(frames(*waits, "tmm_triton.plugin", "tmm_core.tuning.a"))
-        assert not nesting._plugin_waits(frames("threading", *between, "tmm_core.tuning.tuner"))
-        assert not nesting._plugin_waits(frames(*waits, "__main__"))
-    assert not nesting._plugin_waits(frames("fast_gemm", "tmm_core.verify.verifier"))
+            found = nesting._waiting(frames(*waits, "torch.nn", "pluggy", caller, "__main__"))
+            assert found == {"fast_gemm", "pluggy"}
+        assert not nesting._waiting(frames(*waits, "tmm_core.nn.linear", "__main__"))
+        assert not nesting._waiting(frames(*waits, "tmm_triton.plugin", "tmm_core.tuning.a"))
+        assert not nesting._waiting(frames("threading", *between, "tmm_core.tuning.tuner"))
+        assert not nesting._waiting(frames(*waits, "__main__"))
+    assert not nesting._waiting(frames("fast_gemm", "tmm_core.verify.verifier"))
+
+
+@pytest.mark.parametrize("module", [__name__, "users"])
+def test_a_missing_record_is_an_error_in_all_threads_but_the_plugins(module: str) -> None:
+    """A thread that runs another package's code is not a thread of the plugin that waits."""
+
+    def product(tmm_core: Any, a: Any, b: Any) -> Any:
+        with tmm_core.override(on_cache_miss="error"):
+            return tmm_core.matmul(a, b)
+
+    found: list[Any] = []
+
+    def waits(*_: Any) -> Any:
+        with ThreadPoolExecutor(1) as pool:
+            run = types.FunctionType(product.__code__, {"__name__": module})
+            found.append(pool.submit(run, tmm_core, A[:31], B).exception())
+        return A @ B
+
+    install(FakeBlas(estimate=10.0), Inner("bind", waits))
+    tmm_core.matmul(A, B)
+    missing = module == "users"
+    assert {type(each) for each in found} == {tmm_core.CacheMissError if missing else type(None)}
+
+
+def test_a_warning_says_that_blas_answers_while_a_plugin_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("tmm_core.dispatch.dispatcher.awaited", lambda **_: True)
+    made = install(FakeBlas(estimate=10.0), FakeKernel("inner"))
+    with tmm_core.override(batch_invariant=True):
+        instance = tmm_core.problem(A, B)
+        with pytest.warns(TmmWarning, match="BLAS, which is not batch-invariant: a plugin's code"):
+            assert made.bound(instance, settings.current())[0].candidate.kernel.name == "blas"
+        with settings.nested():  # no warning
+            made.bound(tmm_core.problem(A[:30], B), settings.current())
+
+
+def test_a_warning_says_that_blas_answers_while_another_thread_measures(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Dispatcher, "_turn", lambda _: contextlib.nullcontext(False))
+    kernel = FakeKernel("inner", traits=Traits(batch_invariant=True))
+    made = install(FakeBlas(estimate=10.0), kernel)
+    asked = problem(groups=Groups(5, "m"), batch_invariant=True)
+    with pytest.warns(TmmWarning, match="not batch-invariant: another thread, which may wait"):
+        assert made.choose(asked, settings.current()).candidate.kernel.name == "blas"
 
 
 def test_a_thread_that_nobody_waits_for_waits_its_turn() -> None:

@@ -63,6 +63,8 @@ ROWS_EACH = 64
 
 _ALONE = "no other kernel can serve this problem"
 _MEASURING = "another thread, which may wait for this one, is measuring"
+_INSIDE = "computed inside a plugin's code"
+_WAITED_FOR = "a plugin's code waits for a thread, which may be this one"
 
 
 class _WrongError(Exception):
@@ -91,9 +93,13 @@ class Dispatcher(Deferring):
             PluginError: A forced kernel is wrong.
             Exception: Raised by binding BLAS, or by binding or verifying a forced kernel.
         """
-        if settings.kernel is None and (settings.nested or awaited()):
-            choice = self._fallback(problem, "computed inside a plugin's code")
+        # A plugin's own product is not refused for lack of a record.
+        strict = settings.on_cache_miss == "error" or self.store.locked
+        if settings.kernel is None and (settings.nested or awaited(likely=strict)):
+            choice = self._fallback(problem, _INSIDE if settings.nested else _WAITED_FOR)
             choice = replace(choice, lasting=settings.nested)
+            if not settings.nested:
+                self._warn_of_blas(problem, choice)
             return choice, choice.candidate.kernel.bind(problem, choice.candidate.config)
         if settings.on_cache_miss == "background":
             self.resume(problem, settings)
@@ -179,9 +185,14 @@ class Dispatcher(Deferring):
         blas = self._fallback(problem, why)
         if blas.candidate.kernel.reasons_against(problem):
             return choice
-        if problem.batch_invariant and not blas.candidate.kernel.traits.batch_invariant:
-            self.warn_once(f"{problem} is served by BLAS, which is not batch-invariant: {why}")
+        self._warn_of_blas(problem, blas)
         return blas
+
+    def _warn_of_blas(self, problem: Problem, blas: Choice) -> None:
+        """Warn, once, if BLAS answers in batch-invariant mode."""
+        if problem.batch_invariant and not blas.candidate.kernel.traits.batch_invariant:
+            why = f"which is not batch-invariant: {blas.reason}"
+            self.warn_once(f"{problem} is served by BLAS, {why}")
 
     def choose(self, problem: Problem, settings: Settings) -> Choice:
         """Return the choice of the first source that has one.
@@ -371,6 +382,7 @@ class Dispatcher(Deferring):
         choice. Neither is kept."""
         try:
             choice = self._fallback(query.problem, why)
+            self._warn_of_blas(query.problem, choice)
         except UnsupportedProblemError:
             choice = self._unmeasured(query, why)
         return replace(choice, lasting=False)

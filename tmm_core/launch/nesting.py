@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import CodeType
 from typing import Any, Final
 
@@ -18,6 +18,7 @@ import torch
 from tmm_base.guards import OWN_PACKAGES
 
 from tmm_core import settings
+from tmm_core.spec.code import LIBRARIES
 from tmm_core.spec.launcher import BASELINE, Bound, Launcher
 
 #: The code of the functions that launch plans, each with the plan in its variable ``plan``. The
@@ -34,18 +35,23 @@ _RUNS_PLUGINS: Final = tuple(
 )
 
 
-def awaited() -> bool:
+def awaited(likely: bool = False) -> bool:
     """Whether a plugin's code in another thread waits for a thread, which may be this one: it may
-    not wait for that thread."""
+    not wait for that thread.
+
+    Args:
+        likely: Leave out plugins whose waiting code lacks a package that this thread runs.
+    """
     here = threading.get_ident()
     # No variable holds the frames, since this one is among them: it would be kept alive by itself.
-    waiting = [
-        thread
+    waiting = {
+        thread: packages
         for thread, frame in sys._current_frames().items()
-        if thread != here and _plugin_waits(frame)
-    ]
+        if thread != here and (packages := _waiting(frame))
+    }
     _WAITING.update(waiting)
-    return bool(waiting)
+    own = {package for package, _ in _code(sys._getframe())} - LIBRARIES if likely else set()
+    return any(own <= packages for packages in waiting.values())
 
 
 def has_waited() -> bool:
@@ -57,18 +63,24 @@ def has_waited() -> bool:
     return waited
 
 
-def _plugin_waits(frame: Any) -> bool:
-    if frame.f_globals.get("__name__") != "threading":
-        return False
-    foreign = False
+def _waiting(frame: Any) -> set[str]:
+    """Return the packages of a plugin's code that waits for a thread; empty if it does not."""
+    packages: set[str] = set()
+    if frame.f_globals.get("__name__") == "threading":
+        for package, name in _code(frame):
+            if package in OWN_PACKAGES:
+                return packages - LIBRARIES if name.startswith(_RUNS_PLUGINS) else set()
+            packages.add(package)
+    return set()
+
+
+def _code(frame: Any) -> Iterator[tuple[str, str]]:
+    """The package and the module of each frame, from the innermost."""
     while frame is not None:
         # Functions that tmm generates have no module.
         name = frame.f_globals.get("__name__") or _RUNS_PLUGINS[0]
-        if (package := name.partition(".")[0]) in OWN_PACKAGES:
-            return foreign and name.startswith(_RUNS_PLUGINS)
-        foreign = foreign or package not in sys.stdlib_module_names
+        yield name.partition(".")[0], name
         frame = frame.f_back
-    return False
 
 
 def launching(skipped: int = 0) -> str | None:
