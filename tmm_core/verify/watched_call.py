@@ -89,13 +89,13 @@ def watched(call: Callable[[], T], device: torch.device) -> tuple[T, list[str]]:
 def _watched(call: Callable[[], T], device: torch.device) -> tuple[T, list[str]]:
     before, began = State(device), time.monotonic()
     result = call()
-    if not (changed := before.changed()):
-        return result, []
+    changed = before.changed()
     idle = min(max(_IDLE, time.monotonic() - began), _LONGEST_IDLE)
     own = [name for name in changed if before.pieces[name].owner == "thread"]
     suspects = [name for name in changed if name not in own]
     for _ in range(2):
-        if not (suspects := _unchanged_while_waiting(suspects, idle, device)):
+        # To read the state takes 1 ms.
+        if not (suspects and (suspects := _unchanged_while_waiting(suspects, idle, device))):
             break
         left = State(device)
         before.restore(suspects)
