@@ -357,7 +357,7 @@ def _advice(operator: Any, first: Any) -> str:
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         text += (
             "; DDP takes quantised parameters with init_sync=False, and FSDP among its "
-            "ignored_states or ignored_params"
+            "ignored_states or ignored_params; set_model_state_dict without broadcast_from_rank0"
         )
     return text
 

@@ -616,11 +616,15 @@ def test_shards_of_quantised_weights_hold_whole_blocks(world: World, case: Store
 
 
 #: Wrappers of quantised parameters on several ranks (docs/shard.md).
-WRAPPERS = ("DDP", "DDP that sends", "FSDP", "fully_shard", "fully_shard all", "inference mode")
+WRAPPERS = (
+    "DDP", "DDP that sends", "FSDP", "fully_shard", "fully_shard all", "inference mode",
+    "full state_dict",
+)  # fmt: skip
 
 
 def wrapped(kind: str) -> float | str:
     """The error of a product by a quantised weight of a wrapped model, or why there is none."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
     from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
     from torch.distributed.tensor import distribute_tensor, init_device_mesh
 
@@ -642,6 +646,10 @@ def wrapped(kind: str) -> float | str:
                 model = FullyShardedDataParallel(
                     model, device_id=torch.device("cpu"), ignored_states=[quantised]
                 )
+            elif kind == "full state_dict":
+                whole, model = model.state_dict(), copy.deepcopy(model)
+                model[1].weight.stored.zero_()
+                set_model_state_dict(model, whole, options=StateDictOptions(full_state_dict=True))
             elif kind == "inference mode":  # its parts are shards
                 x = distribute_tensor(model[0](x), mesh)
                 y = tmm_core.linear(x, weight, distribute_tensor(model[1].bias, mesh))
