@@ -409,6 +409,23 @@ def test_copies_and_pickles(kind: Any, products: list[str]) -> None:
         assert_close(again(x), changed(original)(x))
 
 
+class Drawn(nn.Module):
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight * torch.rand(())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_copies_evaluate_no_parametrization(kind: Any) -> None:
+    converted, _ = twins(kind)
+    for layer in list(converted.modules()):
+        if isinstance(layer, nn.Linear):
+            parametrize.register_parametrization(layer, "weight", Drawn(), unsafe=True)
+            parametrize.register_parametrization(layer, "bias", Drawn(), unsafe=True)
+    before = torch.get_rng_state()
+    assert isinstance(copy.deepcopy(converted), kind)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def changed(original: Any) -> Any:
     other = copy.deepcopy(original)
     replace_activation(other)

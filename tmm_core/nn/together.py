@@ -98,9 +98,10 @@ class Together(nn.Module):
     def _take_own_storages(self) -> None:
         """Separate parameters that pickle wrote one by one, each with a copy of the joint storage.
         ``torch.save`` and ``deepcopy`` keep one storage."""
+        # Not by attribute, which evaluates a parametrization: it may draw or change its state.
         layers = [layer for layer in self._together() if isinstance(layer, nn.Linear)]
         for kind in _KINDS:
-            own = [t for layer in layers if type(t := getattr(layer, kind)) is nn.Parameter]
+            own = [t for layer in layers if type(t := layer._parameters.get(kind)) is nn.Parameter]
             places = {t.untyped_storage().data_ptr() for t in own}
             if len(places) == len(own) and not all(map(whole, own)):
                 with torch.no_grad():
