@@ -314,7 +314,7 @@ class Quantized(torch.Tensor):
             if same != (other.format, other.block, other.along, other.zero is None):
                 raise RuntimeError(f"cannot copy {rest[0]!r} to {own!r}")
             for name in own.__tensor_flatten__()[0]:
-                getattr(own, name).copy_(getattr(other, name))
+                _expanded(getattr(own, name), own).copy_(_expanded(getattr(other, name), other))
             return own
         # torch.distributed.checkpoint stores a tensor that answers this query as a whole. A shard
         # must not be stored as a whole.

@@ -143,6 +143,20 @@ def test_only_a_quantised_tensor_is_copied_to_one() -> None:
     assert own.dequantize().eq(6).all()
 
 
+@pytest.mark.parametrize("lead", [(), (2,)])
+def test_one_scale_is_copied_from_a_view_or_a_copy(lead: tuple[int, ...]) -> None:
+    codes = torch.zeros(*lead, 4, 8, dtype=torch.int8)
+    own, other = (
+        Quantized(codes + n, torch.tensor(float(n)), torch.tensor(n - 1, dtype=torch.int8))
+        for n in (1, 2)
+    )
+    own.copy_(other.mT.clone().mT)  # whose scale and zero point have the values' dimensions
+    assert own.dequantize().eq(2).all()
+    own.stored += 1
+    other.mT.copy_(own.mT)
+    assert other.dequantize().eq(4).all()
+
+
 @pytest.mark.parametrize(
     "weight",
     [
