@@ -657,6 +657,27 @@ def test_a_compiled_gated_mlp_is_one_product_for_any_number_of_rows(products: An
     assert products.count("swiglu") == 18
 
 
+def test_vmap_of_a_gated_mlp_compiles_whole() -> None:
+    mlp, x = GatedMLP(12, 20), randn(3, 5, 12)
+    with torch.no_grad():
+        compiled = torch.compile(torch.vmap(mlp), backend="eager", fullgraph=True)
+        assert_close(compiled(x), by_hand(mlp, x))
+    assert "epilogue='swiglu', merged=True" in repr(mlp)
+
+
+def test_a_gated_mlp_in_a_branch_of_a_graph_is_separated_first() -> None:
+    mlp, x = GatedMLP(12, 20), randn(5, 12)
+
+    def branches(x: torch.Tensor) -> Any:
+        return torch.cond(x.sum() > 0, lambda x: mlp(x), lambda x: mlp(-x), (x,))
+
+    mlp.separate()
+    with torch.no_grad():
+        compiled = torch.compile(branches, backend="aot_eager", fullgraph=True)
+        for each in (x, -x):
+            assert_close(compiled(each), branches(each))
+
+
 @pytest.mark.parametrize("strict", [True, False])
 def test_export_keeps_the_gated_product(strict: bool) -> None:
     mlp, x = GatedMLP(12, 20), randn(5, 12)

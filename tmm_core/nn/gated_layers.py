@@ -194,7 +194,9 @@ class GatedMLP(Together):
         self._gate_by(self._epilogue)
 
     def extra_repr(self) -> str:
-        return f"epilogue={self._text!r}, merged={self.merged}"
+        # Torch's vmap prints its function, also in a graph, which knows no addresses.
+        merged = "" if torch.compiler.is_compiling() else f", merged={self.merged}"
+        return f"epilogue={self._text!r}{merged}"
 
 
 SwiGLU = GatedMLP
