@@ -54,7 +54,7 @@ PATH = [
     Mutant("awaited-refused", "dispatch/dispatcher.py", "awaited(likely=strict)", "awaited()",
            "a thread of the user's gets BLAS under on_cache_miss='error' while a plugin waits",
            (f"{NESTED}::test_a_missing_record_is_an_error_in_all_threads_but_the_plugins",)),
-    Mutant("awaited-own", "launch/nesting.py", "any(own <= packages", "any(not own",
+    Mutant("awaited-own", "launch/nesting.py", "and own <= packages", "and not own",
            "a plugin's own product is refused for lack of a record",
            (f"{NESTED}::test_a_missing_record_is_an_error_in_all_threads_but_the_plugins",)),
     Mutant("awaited-warned", "dispatch/dispatcher.py",

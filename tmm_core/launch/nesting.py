@@ -43,15 +43,15 @@ def awaited(likely: bool = False) -> bool:
         likely: Leave out plugins whose waiting code lacks a package that this thread runs.
     """
     here = threading.get_ident()
+    own = {package for package, _ in _code(sys._getframe())} - LIBRARIES if likely else set()
     # No variable holds the frames, since this one is among them: it would be kept alive by itself.
     waiting = {
-        thread: packages
+        thread
         for thread, frame in sys._current_frames().items()
-        if thread != here and (packages := _waiting(frame))
+        if thread != here and (packages := _waiting(frame)) and own <= packages
     }
     _WAITING.update(waiting)
-    own = {package for package, _ in _code(sys._getframe())} - LIBRARIES if likely else set()
-    return any(own <= packages for packages in waiting.values())
+    return bool(waiting)
 
 
 def has_waited() -> bool:
