@@ -171,11 +171,8 @@ def require_target(file: Path) -> None:
 
 
 def write_for_all(file: Path, data: bytes) -> None:
-    """Replace a file that a user named; others may read it as far as `umask` allows.
-
-    Raises UsageError like `require_target`, OSError.
-    """
-    require_target(file)
+    """Replace a file that a user named and `require_target` checked. Others may read it as far as
+    `umask` allows. Raises OSError."""
     write_atomically(file.resolve(), data, mode=0o666)
 
 
