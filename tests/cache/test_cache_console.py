@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import sys
-import time
 
 import pytest
 from hypothesis import given
@@ -64,12 +63,12 @@ def test_numbers_are_aligned_to_the_right_of_folded_rows_too() -> None:
     ]
 
 
-def test_ten_thousand_rows_that_fit_take_less_than_a_second() -> None:
+def test_cells_that_fit_are_not_folded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Textwrap would take seconds for ten thousand rows."""
+    monkeypatch.delattr(console.textwrap, "wrap")
     rest = "bf16 row x col silu", "triton.split_k", "11.50"
     rows = [(f"{n}x4096x4096", *rest) for n in range(10_000)]
-    began = time.process_time()
     lines = console.table(("problem", "operands", "kernel", "µs"), rows, 100, right=("µs",))
-    assert time.process_time() - began < 1.0  # by rich 6 s
     assert len(lines) == 10_002
 
 
