@@ -234,9 +234,13 @@ def test_a_layer_of_experts_takes_every_argument_of_a_grouped_product() -> None:
     out = torch.full((4, 6), torch.nan)
     assert layer(out=out) is out
     torch.testing.assert_close(out, plain)
+    refuses_each_forced_argument(layer)
+
+
+def refuses_each_forced_argument(call: Any) -> None:
     for more in ({"kernel": "none"}, {"config": {"tile": 2}}, {"on_cache_miss": "never"}):
         with pytest.raises((UnknownNameError, SettingsError)):
-            layer(**more)
+            call(**more)
 
 
 @pytest.mark.parametrize("function", ["plan", "problem"])
@@ -246,11 +250,13 @@ def test_an_error_about_alpha_names_the_function(function: str) -> None:
         getattr(tmm_core, function)(a, b, alpha="1")
 
 
-def test_a_call_is_explained_with_the_config_that_is_forced() -> None:
+@pytest.mark.parametrize("function", ["plan", "explain"])
+def test_a_call_is_planned_and_explained_with_the_config_that_is_forced(function: str) -> None:
     register(FakeKernel("fake"))
-    a, b = operands((4, 8), (8, 6))
-    found = tmm_core.explain(a, b, kernel="fake", config={"tile": 2}, on_cache_miss="heuristic")
+    call = partial(getattr(tmm_core, function), *operands((4, 8), (8, 6)))
+    found = call(kernel="fake", config={"tile": 2}, on_cache_miss="heuristic")
     assert found.choice.candidate.config == FakeConfig(tile=2)
+    refuses_each_forced_argument(call)
 
 
 def test_a_tensor_times_a_quantised_one_from_either_side() -> None:

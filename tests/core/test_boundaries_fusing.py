@@ -743,6 +743,14 @@ def test_an_activation_that_follows_no_layer_is_not_reported() -> None:
     assert report.not_fused == []
 
 
+def test_parameters_named_as_those_of_experts_are_not_rounded() -> None:
+    model = nn.Sequential(nn.Linear(32, 8), nn.ParameterDict({"down_proj": torch.randn(2, 32, 32)}))
+    report = convert(model, weights="int8")
+    assert report.rounded == ["0.weight"]
+    assert report.left == []
+    assert type(model[1].down_proj) is nn.Parameter
+
+
 def test_weights_that_are_rounded_already_are_left_as_they_are() -> None:
     model = nn.Sequential(nn.Linear(32, 8), nn.Linear(8, 8))
     model[1].weight = nn.Parameter(torch.ones(8, 8, dtype=torch.int8), requires_grad=False)

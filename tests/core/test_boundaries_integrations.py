@@ -228,8 +228,13 @@ def test_modules_of_named_classes_are_kernelized_and_subclasses_are_not(
     assert not any(hasattr(kind, "kernel_layer_name") for kind in (nn.Linear, Turned, Gated))
     assert {*kernels["mapping"]} == {*kernel_layers.NAMES}
     assert {*kernels["mapping"]["Linear"]["cuda"]} == {5, 6}
-    transformers.restore(model)
-    assert not any(kernel_layers.is_ours(each) for each in model.modules())
+    for undo in (transformers.unregister, lambda: transformers.restore(model)):
+        kernelize(model)
+        undo()
+        assert not any(kernel_layers.is_ours(each) for each in model.modules())
+    kernelized(model[0], kernel_layers.Linear)  # by a mapping of the user's own
+    transformers.unregister()
+    assert kernel_layers.is_ours(model[0])
 
 
 def test_without_the_package_a_model_stays_as_it_is(kernels: dict[str, Any]) -> None:

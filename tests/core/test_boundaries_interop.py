@@ -6,6 +6,7 @@ import itertools
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -980,6 +981,7 @@ PAIRS: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], int]] = {
     "swiglu": (lambda a, b, c: F.silu(a @ b) * (a @ c), (A, B, B2), 1),
     "turned": (lambda a, b, c: (a @ c) * F.silu(a @ b), (A, B, B2), 1),
     "rows": (lambda x, b, c: F.silu(x @ b) * (x @ c), (X, B, B2), 1),
+    "turned rows": (lambda x, b, c: (x @ c) * F.silu(x @ b), (X, B, B2), 1),
     "biases": (
         lambda a, b, c, v: F.silu(torch.addmm(v, a, b)) * torch.addmm(v, a, c), (A, B, B2, V), 1,
     ),
@@ -1012,14 +1014,16 @@ def test_gate_and_up_of_two_weights_share_their_rows(name: str) -> None:
     found = list(pairs(graph))
     assert len(found) == count
     for gate, up in found:
-        assert (gate.shape is not None) is (up.shape is not None) is (name == "rows")
+        assert (gate.shape is not None) is (up.shape is not None) is ("rows" in name)
         assert gate.product is not up.product
         y = F.silu(values[gate.last].double()) * values[up.last].double()
         output = next(node for node in graph.nodes if node.op == "output").args[0]
         torch.testing.assert_close(values[output].double(), y, rtol=2e-2, atol=2e-2)
 
 
-@pytest.mark.parametrize("name", ["swiglu", "turned", "rows", "biases", "transposed"])
+@pytest.mark.parametrize(
+    "name", ["swiglu", "turned", "rows", "turned rows", "biases", "transposed"]
+)
 @pytest.mark.parametrize("undone", [False, True])
 def test_two_products_of_frozen_weights_become_one(name: str, undone: bool) -> None:
     pair = PAIRS | {"transposed": (lambda a, b, c: F.silu(a @ b.t()) * (a @ c.t()),
@@ -1032,6 +1036,8 @@ def test_two_products_of_frozen_weights_become_one(name: str, undone: bool) -> N
     ((gate, up),) = pairs(graph)
     for lacking in weights[:2]:
         assert constants.join(graph, gate, up, set(weights) - {lacking}) is None
+    late = replace(gate, shape=[output, 6])  # a size that is computed behind both
+    assert constants.join(graph, late, up, set(weights)) is None
     product = constants.join(graph, gate, up, set(weights))
     assert product is not None
     assert product.meta["val"].shape[-1] == 12

@@ -73,6 +73,7 @@ def test_weights_that_are_not_adjacent_make_two_products() -> None:
         "the same": (first, first),
         "of other storages": (first, torch.randn(4, 6)),
         "of other shapes": (storage[:24].view(4, 6), storage[24:].view(6, 4)),
+        "of other widths": (storage[:24].view(4, 6), storage[24:40].view(4, 4)),
         "transposed": (storage[:24].view(6, 4).T, storage[24:].view(6, 4).T),
         "the second transposed": (storage[:24].view(4, 6), storage[24:].view(6, 4).T),
         "of other dtypes": (first, second.view(torch.int32)),

@@ -245,6 +245,15 @@ def test_the_problems_of_a_lost_rank_are_measured_by_the_others(
     assert measured == [16, 32]
 
 
+def test_a_verdict_of_another_rank_ends_the_wait(measured: list[int], clock: Clock) -> None:
+    mine = board(asked_0=1)
+    clock.events = [lambda: mine.put("verdict/0", {"lost": [1], "ended": [[0, None]]})]
+    with warned("rank 1 showed no sign of life"):
+        assert measure_all(mine)[1] == {1}
+    assert measured == [16, 32]
+    assert clock.now == 1.0
+
+
 @pytest.mark.parametrize("again", [{"error": "again"}, {"record": 16}])
 def test_a_problem_that_failed_is_measured_once_more_by_another(
     measured: list[int], monkeypatch: pytest.MonkeyPatch, again: dict[str, Any]

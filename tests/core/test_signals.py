@@ -26,7 +26,7 @@ from tmm_base import guards
 from tmm_cache import files
 
 import tmm_core
-from tmm_core import dispatch, errors
+from tmm_core import api, dispatch, errors
 from tmm_core.launch import warm
 from tmm_core.registry.registry import Registry
 from tmm_core.spec.device import fingerprint
@@ -34,6 +34,7 @@ from tmm_core.verify import two_threads
 from tmm_core.verify.verifier import Verifier
 
 A, B = torch.randn(64, 16), torch.randn(16, 32)
+ROW = torch.randn(1, 32)
 
 
 class Unique(Exception):  # noqa: N818
@@ -321,6 +322,32 @@ def test_a_plugin_registered_by_hand_can_be_registered_again(raised: type[BaseEx
     passes(raised, lambda: registry.register(mine, "mine"))
     registry.register(mine, "mine")
     assert [kernel.name for kernel in registry.kernels()] == ["mine"]
+
+
+class Foreign(torch.Tensor):
+    """A tensor of a type that is neither torch's nor tmm's."""
+
+
+@pytest.mark.parametrize(
+    ("call", "place", "raised"),
+    [
+        (lambda: tmm_core.matmul(A, B, bias=ROW), (warm, "run"), ValueError),
+        (lambda: tmm_core.linear(A, B.t(), ROW), (warm, "run"), ValueError),
+        (lambda: tmm_core.linear(A, B.t().as_subclass(Foreign), ROW), (api, "_answer"), TypeError),
+    ],
+)
+def test_a_call_that_torch_could_serve_too_is_interrupted(
+    call: Any, place: Any, raised: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bomb, real = Bomb("call", raised), getattr(*place)
+
+    def interrupted(*given: Any) -> Any:
+        bomb.at("call")
+        return real(*given)
+
+    monkeypatch.setattr(*place, interrupted)
+    passes(raised, call)
+    assert torch.allclose(call(), torch.addmm(ROW, A, B), atol=1e-4)
 
 
 def raised_by(handler: Any, guarded: Callable[[], Any]) -> BaseException:

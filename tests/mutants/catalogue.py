@@ -8,6 +8,7 @@ from calls import KEYS, PLANS
 from choosing import DISPATCHING, TUNING
 from convert import CONVERTED
 from drawn_at_random import DRAWN
+from drawn_layers import DRAWN_LAYERS
 from edges import EDGES
 from elsewhere import CORNERS, ELSEWHERE, SPEC
 from environ import ENVIRON
@@ -64,6 +65,7 @@ MUTANTS: list[Mutant] = [
     *POOL,
     *BENCH,
     *DRAWN,
+    *DRAWN_LAYERS,
     *SWEPT,
     *SYSTEMATIC_CORE,
     *OUTER,

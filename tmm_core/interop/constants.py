@@ -8,7 +8,6 @@ would be copied in each call, and are left alone.
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import torch
@@ -46,16 +45,14 @@ def join(graph: torch.fx.Graph, gate: Tail, up: Tail, known: set[Node]) -> Node 
     half = gate.product.meta["val"].shape[-1]
     if any(tuple(bias.meta["val"].shape) != (half,) for bias in biases):
         return None
-    first = next(node for node in graph.nodes if node in (gate.last, up.last))
-    before = set(itertools.takewhile(lambda node: node is not first, graph.nodes))
-    sizes = [] if gate.shape is None else [n for n in gate.shape if isinstance(n, Node)]
-    rows = [tail.product.args[-2] for tail in (gate, up) if tail.product.args[-2] in before]
-    if not rows or not before.issuperset(sizes):
+    place = {node: i for i, node in enumerate(graph.nodes)}
+    first = min(gate, up, key=lambda tail: place[tail.last])
+    if any(isinstance(n, Node) and place[n] > place[first.last] for n in gate.shape or ()):
         return None
-    with graph.inserting_before(first):
+    with graph.inserting_before(first.last):
         terms = [added(graph, aten.cat.default, (biases,))] if biases else []
         b = _joined(graph, weights)
-        z = product = added(graph, gate.product.target, (*terms, rows[0], b))
+        z = product = added(graph, gate.product.target, (*terms, first.product.args[-2], b))
         if gate.shape is not None:
             z = added(graph, aten.reshape.default, (z, [*gate.shape[:-1], 2 * half]))
         dim = z.meta["val"].dim() - 1

@@ -115,9 +115,6 @@ class Join(Pass):
         finally:
             if not worth:
                 constants.undo(graph, product, gate, up)
-        for old in (gate, up):
-            if worth:
-                constants.erase(graph, *reversed(old.nodes))
 
 
 class Rewrite(Pass):
