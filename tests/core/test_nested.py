@@ -24,6 +24,7 @@ from tmm_cache import CacheStore
 
 import tmm_core
 from tmm_core import TmmWarning, UnsupportedProblemError, dispatch, settings
+from tmm_core.dispatch import dispatcher
 from tmm_core.dispatch.dispatcher import Dispatcher
 from tmm_core.launch import nesting, warm
 from tmm_core.registry.registry import Registry
@@ -145,47 +146,63 @@ def in_a_thread(function: Any, *given: Any, later: float = 0.0) -> Any:
         return answer.result()
 
 
-def in_threads(pool: str, kept: ThreadPoolExecutor) -> Any:
-    """How a plugin runs a function in another thread: a ``new`` one, a ``kept`` one, or one that
-    begins long before the plugin waits for it."""
+def asking(function: Any, *given: Any) -> Any:
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(lambda: function(*given))
+        while not answer.done():
+            time.sleep(0.001)
+        return answer.result()
+
+
+THREADS = ["new", "kept", "plan", "later", "asked"]
+
+
+@pytest.fixture
+def runs(request: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """How a plugin runs a function in another thread: a ``new`` one, a ``kept`` one, one that
+    begins long before the plugin waits for it, or one that it asks whether it has ended."""
+    monkeypatch.setattr(nesting, "_PATIENCE", 0.1)
+    with ThreadPoolExecutor(1) as kept:
+        yield _ways(kept)[request.param]
+
+
+def _ways(kept: ThreadPoolExecutor) -> dict[str, Any]:
     return {
+        "here": lambda function, *given: function(*given),
+        "asked": asking,
         "new": in_a_thread,
         "later": functools.partial(in_a_thread, later=0.02),
         "kept": lambda function, *given: kept.submit(function, *given).result(),
         "plan": lambda function, *given: in_a_thread(lambda: tmm_core.plan(*given)(*given)),
-    }[pool]
+    }
 
 
-@pytest.mark.parametrize("pool", ["new", "kept", "plan", "later"])
+@pytest.mark.parametrize("runs", THREADS, indirect=True)
 @pytest.mark.parametrize("where", ["configs", "bind"])
 def test_a_thread_that_a_plugin_waits_for_is_answered_without_waiting(
-    where: str, pool: str
+    where: str, runs: Any
 ) -> None:
     """BLAS answers it, while the caller's thread measures; a pool may keep its threads for the next
     problem."""
-    with ThreadPoolExecutor(1) as kept:
-        kernel = Inner(where, in_threads(pool, kept))
-        made = install(FakeBlas(estimate=10.0), kernel)
-        began = time.monotonic()
-        for a in (A, A[:30]):
-            assert torch.allclose(tmm_core.matmul(a, B), a @ B, atol=1e-4)
-        assert time.monotonic() - began < 10
-        assert kernel.calls > 1
-        assert not made.quarantined
+    kernel = Inner(where, runs)
+    made = install(FakeBlas(estimate=10.0), kernel)
+    for a in (A, A[:30]):
+        assert torch.allclose(tmm_core.matmul(a, B), a @ B, atol=1e-4)
+    assert kernel.calls > 1
+    assert not made.quarantined
 
 
-@pytest.mark.parametrize("pool", ["new", "kept", "plan", "later"])
-def test_a_kernel_whose_launch_waits_for_a_product_of_another_thread_is_refused(pool: str) -> None:
+@pytest.mark.parametrize("runs", THREADS, indirect=True)
+def test_a_kernel_whose_launch_waits_for_a_product_of_another_thread_is_refused(runs: Any) -> None:
     """That thread could launch it again, and so start another thread, without end."""
-    with ThreadPoolExecutor(1) as kept:
-        kernel = Inner("launch", in_threads(pool, kept))
-        install(FakeBlas(estimate=10.0), kernel)
-        with pytest.warns(TmmWarning, match="waits for a thread that computes products"):
-            assert torch.allclose(tmm_core.matmul(A, B), A @ B, atol=1e-4)
-        for a in (A, A[:30], torch.randn(64, 16)):
-            assert torch.allclose(tmm_core.matmul(a, B), a @ B, atol=1e-4)
-            assert tmm_core.plan(a, B).kernel == "blas"
-        assert 0 < kernel.calls < 20
+    kernel = Inner("launch", runs)
+    install(FakeBlas(estimate=10.0), kernel)
+    with pytest.warns(TmmWarning, match="waits for a thread that computes products"):
+        assert torch.allclose(tmm_core.matmul(A, B), A @ B, atol=1e-4)
+    for a in (A, A[:30], torch.randn(64, 16)):
+        assert torch.allclose(tmm_core.matmul(a, B), a @ B, atol=1e-4)
+        assert tmm_core.plan(a, B).kernel == "blas"
+    assert 0 < kernel.calls < 20
 
 
 def frames(*names: str) -> Any:
@@ -247,7 +264,7 @@ def test_a_warning_says_that_blas_answers_while_a_plugin_waits(
 def test_a_warning_says_that_blas_answers_while_another_thread_measures(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(Dispatcher, "_turn", lambda _: contextlib.nullcontext(False))
+    monkeypatch.setattr(dispatcher, "turn", lambda *_: contextlib.nullcontext(False))
     kernel = FakeKernel("inner", traits=Traits(batch_invariant=True))
     made = install(FakeBlas(estimate=10.0), kernel)
     asked = problem(groups=Groups(5, "m"), batch_invariant=True)
@@ -449,19 +466,20 @@ def test_callers_cannot_set_nested() -> None:
         pass
 
 
-def test_a_product_at_a_plugins_import(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("runs", ["here", "new", "asked"], indirect=True)
+def test_a_product_at_a_plugins_import(runs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Loading is not re-entrant: BLAS answers, and no plugin is reported."""
     seen: list[Any] = []
 
     class Hooks:
         @hookimpl
         def tmm_kernels(self) -> list[Any]:
-            seen.append(tmm_core.matmul(A, B, epilogue="relu"))
+            seen.append(runs(lambda: tmm_core.matmul(A, B, epilogue="relu")))
             return [FakeKernel("late.k")]
 
     def load() -> Any:
-        seen.append(tmm_core.matmul(A, B))
-        seen.append(tmm_core.explain(A, B))
+        seen.append(runs(lambda: tmm_core.matmul(A, B)))
+        seen.append(runs(lambda: tmm_core.explain(A, B)))
         return Hooks()
 
     entry = types.SimpleNamespace(name="late", value="late", group="tmm_core", load=load)

@@ -13,13 +13,11 @@ source that has a candidate decides. Each choice names its source:
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import logging
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +34,7 @@ from tmm_core.errors import (
     reraise,
 )
 from tmm_core.launch import warm
-from tmm_core.launch.nesting import awaited
+from tmm_core.launch.nesting import awaited, turn
 from tmm_core.launch.plan import Choice
 from tmm_core.registry.registry import Registry
 from tmm_core.settings import Settings, nested
@@ -55,9 +53,6 @@ if TYPE_CHECKING:
 
 #: Seconds between two log lines that another process is tuning.
 LOG_INTERVAL = 60.0
-
-#: Seconds after which a thread checks again whether the thread that measures waits for it.
-_CHECK_INTERVAL = 0.05
 #: Rows per group at which batch-invariant mode chooses for ragged products.
 ROWS_EACH = 64
 
@@ -156,7 +151,7 @@ class Dispatcher(Deferring):
             why += ", and a CUDA graph is being captured"
         else:
             verdict = None
-            with self._turn() as mine:  # a launch would disturb another thread's timing
+            with turn(self._lock) as mine:  # a launch would disturb another thread's timing
                 if mine:
                     if self.first_use.may_launch(problem, choice, settings.verify):
                         return choice
@@ -258,7 +253,7 @@ class Dispatcher(Deferring):
             choice = self._later(query)
         elif choice is None and may_tune:
             # Two measurements at one time would disturb each other.
-            with self._turn() as mine:
+            with turn(self._lock) as mine:
                 if not mine:
                     return self._for_now(query, _MEASURING)
                 choice = self._earlier(kept, able) or self._recorded(query, key, complete=True)
@@ -273,19 +268,6 @@ class Dispatcher(Deferring):
         waits = may_tune and not self.raced(query, choice)
         choice = self.inside(problem, key, choice, able)
         return replace(choice, lasting=False) if waits else choice
-
-    @contextlib.contextmanager
-    def _turn(self) -> Iterator[bool]:
-        """A context that holds the right to measure in this process; yields False if the thread
-        that has it may wait for this one."""
-        while not self._lock.acquire(timeout=_CHECK_INTERVAL):
-            if awaited():
-                yield False
-                return
-        try:
-            yield True
-        finally:
-            self._lock.release()
 
     # -- sources of a choice, in order ---------------------------------------------------
 

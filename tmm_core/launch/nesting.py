@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import CodeType
 from typing import Any, Final
 
@@ -35,12 +37,36 @@ _RUNS_PLUGINS: Final = tuple(
 )
 
 
-def awaited(likely: bool = False) -> bool:
+#: Seconds between two attempts to take a lock.
+_CHECK_INTERVAL = 0.05
+#: Seconds after which a plugin's code is taken to wait for a thread that runs the same code: it may
+#: ask again and again whether this thread has ended.
+_PATIENCE = 1.0
+
+
+@contextmanager
+def turn(lock: Any, likely: bool = False) -> Iterator[bool]:
+    """A context that holds a lock of threads that run plugins' code; yields False if the thread
+    that holds it may wait for this one. ``likely`` is :func:`awaited`'s."""
+    began = time.monotonic()
+    while not lock.acquire(timeout=_CHECK_INTERVAL):
+        late = time.monotonic() - began > _PATIENCE
+        if awaited(likely) or (late and awaited(likely=True, running=True)):
+            yield False
+            return
+    try:
+        yield True
+    finally:
+        lock.release()
+
+
+def awaited(likely: bool = False, running: bool = False) -> bool:
     """Whether a plugin's code in another thread waits for a thread, which may be this one: it may
     not wait for that thread.
 
     Args:
         likely: Leave out plugins whose waiting code lacks a package that this thread runs.
+        running: Include plugins' code that runs, if this thread runs some of it.
     """
     here = threading.get_ident()
     own = {package for package, _ in _code(sys._getframe())} - LIBRARIES if likely else set()
@@ -48,7 +74,10 @@ def awaited(likely: bool = False) -> bool:
     waiting = {
         thread
         for thread, frame in sys._current_frames().items()
-        if thread != here and (packages := _waiting(frame)) and own <= packages
+        if thread != here
+        and (packages := _waiting(frame, running))
+        and own <= packages
+        and (own or not running)
     }
     _WAITING.update(waiting)
     return bool(waiting)
@@ -63,10 +92,11 @@ def has_waited() -> bool:
     return waited
 
 
-def _waiting(frame: Any) -> set[str]:
-    """Return the packages of a plugin's code that waits for a thread; empty if it does not."""
+def _waiting(frame: Any, running: bool = False) -> set[str]:
+    """Return the packages of a plugin's code that waits for a thread, or is ``running``; empty if
+    there is none."""
     packages: set[str] = set()
-    if frame.f_globals.get("__name__") == "threading":
+    if running or frame.f_globals.get("__name__") == "threading":
         for package, name in _code(frame):
             if package in OWN_PACKAGES:
                 return packages - LIBRARIES if name.startswith(_RUNS_PLUGINS) else set()

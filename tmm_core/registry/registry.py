@@ -35,6 +35,7 @@ from tmm_core.errors import (
 from tmm_core.formats import Format
 from tmm_core.launch import warm
 from tmm_core.launch.collector import collector_off
+from tmm_core.launch.nesting import turn
 from tmm_core.registry.hooks import HOOKS, Hooks
 from tmm_core.registry.query import CheckedKernel
 from tmm_core.settings import POINTWISE, Settings, names, nested
@@ -185,12 +186,12 @@ class Registry:
         """Load the entry points, once; called wherever they are needed.
 
         The import of a plugin may compute a product and call this method again. The kernels
-        registered so far serve that product. If a signal's exception interrupts loading, the next
-        call starts again.
+        registered so far serve that product, also in a thread that the import waits for. If a
+        signal's exception interrupts loading, the next call starts again.
         """
         if not self._loaded:
-            with self.loading_lock:
-                if self._loading:
+            with turn(self.loading_lock, likely=True) as mine:
+                if self._loading or not mine:
                     return
                 if not self._loaded:
                     with self._all_or_nothing(), collector_off(), nested():
@@ -218,6 +219,8 @@ class Registry:
         self._loaded = True
 
     def _add_baseline(self) -> None:
+        if BASELINE in self._kernels:
+            return  # also in a thread that the import of a plugin waits for
         with self.loading_lock:
             if self._baseline is not None and BASELINE not in self._kernels:
                 source = Source(BASELINE, DISTRIBUTION, __version__)
