@@ -388,6 +388,27 @@ def test_residuals_of_rows_outside_all_groups_get_zero_gradients() -> None:
 
 
 @pytest.mark.usefixtures("by_blas")
+@pytest.mark.parametrize(
+    ("more", "within"),
+    [
+        ({}, True), ({"epilogue": "relu"}, False), ({"out_weights": torch.arange(12.0)}, False),
+        ({"out_index": torch.arange(11, -1, -1)}, False),
+    ],
+)  # fmt: skip
+def test_a_learned_product_of_groups_adds_its_residual_itself(
+    more: dict[str, Any], within: bool
+) -> None:
+    """Unless something else comes between: a separate addition rounds twice."""
+    a, b, residual = double(12, 5, requires_grad=True), double(3, 5, 4), double(12, 4)
+    y = tmm_core.grouped_matmul(a, b, offs=OFFS, residual=residual, **more)
+    assert ("_Product" in y.grad_fn.name()) is within
+    z = by_groups(a, b) * more.get("out_weights", torch.ones(12))[:10, None]
+    rows = more.get("out_index", torch.arange(12))[:10]
+    expected = (z.relu() if "epilogue" in more else z) + residual[rows]
+    torch.testing.assert_close(y[rows], expected)
+
+
+@pytest.mark.usefixtures("by_blas")
 @pytest.mark.parametrize("scattered", [False, True])
 @pytest.mark.parametrize("learns", [False, True])
 def test_zeroed_rows_are_zero_with_everything_added(scattered: bool, learns: bool) -> None:

@@ -319,6 +319,24 @@ def test_projections_have_their_own_biases(
     assert projections.JointProduct(layers)._product(x) == {}  # each records its own gradient
 
 
+@pytest.mark.parametrize("rounded", [(), (0,), (0, 1)])
+def test_quantised_projections_are_one_product_outside_graphs(
+    rounded: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layers: list[Any] = [Linear(64, n, bias=False).requires_grad_(False) for n in (4, 3)]
+    for i in rounded:
+        quantised = stored_weights.quantised(layers[i].weight, "int8")
+        layers[i].weight = nn.Parameter(quantised, requires_grad=False)
+    stack([layer.weight for layer in layers])
+    x = torch.randn(5, 64)
+    for compiling, joined in ((False, len(rounded) != 1), (True, not rounded)):
+        monkeypatch.setattr(torch.compiler, "is_compiling", lambda value=compiling: value)
+        found = projections.JointProduct(layers)._product(x)
+        assert [*found] == ([0, 1] if joined else [])
+        for i, columns in found.items():
+            torch.testing.assert_close(columns, layers[i](x))
+
+
 class Projects:
     """Forwards that project one tensor into heads, or just do not."""
 

@@ -219,6 +219,10 @@ def test_a_sequence_that_grows_and_shrinks(products: list[str]) -> None:
             del model[1:3]
         assert_close(converted(x), original(x))
         assert_close((converted + nn.Sequential(nn.Tanh()))(x), torch.tanh(original(x)))
+        for model in (converted, original):
+            model.register_module("0", None)
+            with pytest.raises(TypeError, match="'NoneType' object is not callable"):
+                model(x)
 
 
 # -- changed afterwards ------------------------------------------------------------------

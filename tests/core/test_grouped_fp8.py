@@ -175,8 +175,10 @@ def test_the_whole_expression(indexed: bool) -> None:
 
 def test_a_batch_takes_a_bias_each() -> None:
     call, bias = made("batch"), torch.randn(3, 16)
-    y = tmm_core.grouped_matmul(**call, bias=bias, epilogue="silu")
-    close(y, torch.nn.functional.silu(expression(**call) + bias[:, None]))
+    for scale in (call["scale_a"], torch.tensor(0.75), torch.tensor([0.75]), None):
+        call["scale_a"] = scale
+        y = tmm_core.grouped_matmul(**call, bias=bias, epilogue="silu")
+        close(y, torch.nn.functional.silu(expression(**call) + bias[:, None]))
     out = torch.empty(3, 8, 16, dtype=BF16)
     assert tmm_core.grouped_matmul(**{**call, "scale_a": torch.ones(1)}, out=out) is out
 

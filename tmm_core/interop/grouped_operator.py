@@ -47,7 +47,7 @@ def _differentiable(*given: Any, **named: Any) -> Tensor:
     head, rest = parsed.parts
     # The gradient of a row weight sums over its row, and scattering reads all rows. Rows beyond the
     # last group are replaced, not multiplied by zero: they may be NaN.
-    clean = zeroed or out_weights is not None or out_index is not None
+    clean = zeroed or out_weights is not None
     along = ragged_along(a, b)
     inner = residual if rest is None and head is IDENTITY and not clean else None
     y = autograd_state.record(
