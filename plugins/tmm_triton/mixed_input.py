@@ -526,7 +526,7 @@ class MixedInput(Built[MixedInputConfig]):
             own["partials_ptr"] = ("*fp32", "workspace")
         if groups is not None:
             own["table_ptr"] = "*i32", "workspace"
-            if not problem.b.grid and kind(problem.b) == "row":
+            if kind(problem.b) == "row":
                 own["stride_bsz"] = "i64", problem.width
         main = build(
             mixed_input_kernel, problem, config, (_blocks(problem, config), 1, 1), {"C": c}, own,

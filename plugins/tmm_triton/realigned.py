@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 import operator
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -192,7 +191,7 @@ class Realigned(Built[RealignedConfig]):
 
     def configs(self, problem: Problem) -> list[RealignedConfig]:
         served = realigned(problem)
-        ranked = []
+        configs = []
         for kernel in inner_kernels().values():
             if kernel.reasons_against(served):
                 continue
@@ -201,18 +200,15 @@ class Realigned(Built[RealignedConfig]):
                 # An early read of b would come before its copy is written.
                 worth = (inner for inner in worth if not getattr(inner, "early", ""))
             for inner in itertools.islice(worth, _MOST_OF_ONE):
-                config = RealignedConfig(inner=kernel.name, config=inner)
-                ranked.append((self.estimate_us(problem, config) or math.inf, config))
-        ranked.sort(key=lambda each: each[0])
-        return [config for _, config in ranked[:_MOST]]
+                configs.append(RealignedConfig(inner=kernel.name, config=inner))
+        return sorted(configs, key=lambda config: self.estimate_us(problem, config))[:_MOST]
 
     def arithmetic(self, problem: Problem, config: RealignedConfig) -> str | None:
         return inner_kernels()[config.inner].arithmetic(realigned(problem), config.config)
 
-    def estimate_us(self, problem: Problem, config: RealignedConfig) -> float | None:
+    def estimate_us(self, problem: Problem, config: RealignedConfig) -> float:
         product = inner_kernels()[config.inner].estimate_us(realigned(problem), config.config)
-        if product is None:
-            return None
+        assert product is not None  # all inner kernels estimate
         # Read once, written once.
         moved = 2 * _copied_bytes(problem)
         return product + _LAUNCH_US + moved / Machine.of(problem.device).memory

@@ -42,7 +42,7 @@ from tmm_core import Machine, Problem
 from tmm_core.triton import SEARCH_LIMITED
 from tmm_triton import roofline, word_decoders
 from tmm_triton.blocks import add_residual, affine, finish, store
-from tmm_triton.operands import Build, TileConfig, build, check
+from tmm_triton.operands import Build, TileConfig, build, check, kind
 from tmm_triton.pdl import Overlapping, check_early, ways
 from tmm_triton.skinny import Skinny, against_rows
 from tmm_triton.triton_kernel import TritonKernel
@@ -429,7 +429,7 @@ def _row_scale(problem: Problem) -> dict[str, int]:
     """Return the strides of scales for whole rows, which are in memory one after another."""
     if problem.b.grid:
         return {}
-    row = int(problem.b.scale is not None and problem.b.scale.kind == "row")
+    row = int(kind(problem.b) == "row")
     apart = problem.width if row and problem.batch > 1 else 0
     return {"stride_bsz": apart, "stride_bsk": 0, "stride_bsn": row}
 

@@ -47,6 +47,7 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 H100 = DeviceFingerprint("cuda", "NVIDIA H100", (9, 0), 132, 232448)
 WIDE = Operand(FP32, wide=True)
 INT8 = Operand(torch.int8, format="int8")
+INT4 = Operand(torch.uint8, format="int4", scale=Scale.parse("row"))
 
 
 # -- operands -----------------------------------------------------------------------------
@@ -262,6 +263,10 @@ def test_a_problems_text_names_an_unaligned_result() -> None:
         ({"b": replace(INT8, scale=Scale.parse("row"), zero=torch.int8)},
          "2×3×5 float32·int8 nn scales 1·row zero points"),
         ({"a": INT8, "b": INT8, "out": Operand(torch.int8)}, "2×3×5 int8 nn"),
+        ({"a": INT4, "b": INT4}, "2×3×5 int4→float32 nn scales row·row"),
+        ({"b": INT4}, "2×3×5 float32·int4 nn scales 1·row"),
+        ({"a": INT4, "b": replace(INT4, format="int4_signed")},
+         "2×3×5 int4·int4_signed→float32 nn scales row·row"),
         ({"groups": Groups(4, "m")}, "2×3×5 float32 nn 4 groups along m"),
         ({"groups": Groups(4, "m", torch.int32, torch.int64, BF16, True)},
          "2×3×5 float32 nn 4 groups along m a_index out_index out_weights zeroed"),

@@ -527,6 +527,28 @@ def test_after_a_wrong_winner_the_candidates_that_it_excluded_race(
     assert seen == races
 
 
+@pytest.mark.parametrize("races", [0, 1])
+def test_a_race_without_blas_neither_begins_nor_counts(races: int) -> None:
+    """Kernels would win because BLAS had too little memory."""
+    one, seen = tuning(Timer()), list[str]()
+    one.runs = [run("blas", 9.0), run("k", 1.0)]
+
+    def race(racing: list[CandidateRun]) -> Any:
+        yield ()
+        seen.append(names(racing))
+        one.runs[0].fail(MemoryError("full"))
+        return racing
+
+    stubs: Any = one
+    stubs._search = stubs._measure_inside = stubs._verify_whole = lambda _: iter(())
+    stubs._race, stubs._winner = race, lambda: None
+    if not races:
+        one.runs[0].fail(MemoryError("full"))
+    with pytest.raises(RuntimeError, match=r"^blas does not run: MemoryError: full"):
+        drained(one.run(searched(problem(), [], [])))
+    assert seen == ["blas1 k1"] * races
+
+
 SAME = "no such header"
 
 
@@ -1014,6 +1036,8 @@ def test_the_incumbent_of_a_record() -> None:
     kernels = [FakeBlas(), FakeKernel("old"), FakeKernel("a"), FakeKernel("b")]
     assert _incumbent(None, kernels) is None
     assert _incumbent(before, kernels[:2]) is None
+    search = searched(problem(), kernels[:2], [], before)
+    assert (search.empty, [each.kernel.name for each in search._anchors]) == ({}, ["blas"])
     for present, name in ((kernels, "b"), (kernels[:3], "a")):
         winner = _incumbent(before, present)
         assert winner is not None

@@ -11,6 +11,8 @@ DISPATCH = "tests/core/test_boundaries_dispatch.py"
 BENCH = "tests/core/test_boundaries_bench.py"
 VALID = "tests/core/test_valid_calls.py"
 EXPERTS = "tests/core/test_experts.py"
+STAGES = "tests/core/test_boundaries_stages.py"
+MIXED = "tests/plugins/test_mixed_input.py"
 HOPPER = "tests/plugins/test_warp_specialized.py"
 
 LIMITS = [
@@ -74,4 +76,36 @@ LIMITS = [
     Mutant("limit-gated-flops", "nn/gated_product.py", "(x[-1], gate[0] + up[0])", "(x[-1], gate[0])",
            "half of a gated product is counted",
            (f"{INTEROP}::test_flops_of_a_gated_product_are_of_both_halves",)),
+    Mutant("limit-warps-of-streaming", "tmm_triton/streaming.py",
+           'check("num_warps", self.num_warps, (1, 2, 4, 8, 16))', "pass",
+           "a config of three warps is accepted and does not compile",
+           ("tests/plugins/test_boundaries_configs.py::test_a_config_is_accepted_up_to_its_limits",)),
+    Mutant("limit-format-of-a", "spec/problem.py",
+           "dtypes = self.a.format or dtype_name", "dtypes = dtype_name",
+           "messages name the storage of packed operands",
+           ("tests/core/test_boundaries_spec.py::"
+            "test_a_problems_text_names_its_differences_from_a_plain_product",)),
+    Mutant("limit-whole-pieces", "triton/dequantize.py", "k % chunk == 0,", "k % chunk == 1,",
+           "the last piece of a row is read beyond its end",
+           ("tests/plugins/test_dequantize.py::test_which_alignment_the_compiler_knows",)),
+    Mutant("limit-race-without-blas", "tuning/stages.py",
+           "self._search(search)\n        self._require_baseline()", "self._search(search)",
+           "kernels race although the record is refused",
+           (f"{STAGES}::test_a_race_without_blas_neither_begins_nor_counts",)),
+    Mutant("limit-two-programs", "tmm_triton/persistent.py",
+           "2 * config.shared_memory(problem) <= device", "2 * config.shared_memory(problem) < device",
+           "two programs that fill an SM are not launched", (f"{KERNELS}::test_two_small_programs_share_an_sm",)),
+    Mutant("limit-scales-of-groups", "tmm_triton/mixed_input.py",
+           'if kind(problem.b) == "row":', "if True:",
+           "groups read each other's scales", (f"{MIXED}::test_groups_are_so_many_scales_apart",)),
+    Mutant("limit-scales-of-pairs", "tmm_triton/mixed_input.py",
+           '"i64", problem.width', '"i64", problem.n',
+           "a gated group reads the scales of another", (f"{MIXED}::test_groups_are_so_many_scales_apart",)),
+    Mutant("limit-one-matrix", "tmm_triton/streaming.py", "row and problem.batch > 1", "row",
+           "each N compiles the kernel anew",
+           ("tests/plugins/test_streaming.py::test_scales_of_rows_are_next_to_one_another",)),
+    Mutant("limit-no-incumbent", "tuning/search.py",
+           "elif winner is not None and kernel.name", "elif kernel.name",
+           "a kernel that failed earlier has a fault of tmm's own",
+           (f"{STAGES}::test_the_incumbent_of_a_record",)),
 ]  # fmt: skip

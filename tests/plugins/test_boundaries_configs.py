@@ -85,7 +85,8 @@ LIMITS: list[tuple[type, dict[str, Any], list[dict[str, Any]], list[dict[str, An
         [
             {"BLOCK_M": 32}, {"BLOCK_N": 256}, {"BLOCK_K": 64}, {"BLOCK_K": 512, "num_warps": 2},
             {"num_stages": 1}, {"num_stages": 3}, {"num_warps": 8}, {"BLOCK_N": 16},
-            {"num_warps": 3}, {"early": "l2"},
+            {"early": "l2"}, {"num_warps": 0}, {"BLOCK_N": 64, "BLOCK_K": 128, "num_warps": 3},
+            {"BLOCK_K": 2048, "num_warps": 32},
         ],
     ),
     (

@@ -87,6 +87,18 @@ def test_no_kernel_has_more_programs_than_tiles(batch: int) -> None:
     assert {"triton.naive", "triton.grouped", "triton.split_k", "triton.persistent"} <= seen
 
 
+def test_two_small_programs_share_an_sm() -> None:
+    instance = ask(3000, 2664, 640)
+    config = PersistentConfig(**TILE, GROUP_M=4, SUBTILE=1, FLATTEN=False)
+    taken = config.shared_memory(instance)
+    for warps, memory, programs in ((4, 2 * taken, 2), (4, 2 * taken - 1, 1), (8, 2 * taken, 1)):
+        device = replace(instance.device, sm_count=7, shared_memory=memory, interpreted=False)
+        [build] = Persistent().builds(
+            replace(instance, device=device), replace(config, num_warps=warps)
+        )
+        assert build.grid == (7 * programs, 1, 1)
+
+
 @interpreted
 def test_the_interpreter_does_no_work_whose_result_it_drops(
     monkeypatch: pytest.MonkeyPatch,

@@ -193,6 +193,7 @@ def test_scales_of_rows_are_applied_where_they_are_folded(monkeypatch: pytest.Mo
     [
         ("int8", True, 512, {"stored_ptr": 16, "stride_z": 16, "stride_n": 16, "K": 16}),
         ("int8", True, 520, {"stored_ptr": 16, "stride_z": 16, "stride_n": 16}),
+        ("int8", True, 129, {"stored_ptr": 16, "stride_z": 16, "stride_n": 16}),
         ("int8", False, 512, {"K": 16}),
         ("int4", True, 40, {"stored_ptr": 16, "stride_z": 16, "stride_n": 16}),
     ],
@@ -202,7 +203,9 @@ def test_which_alignment_the_compiler_knows(
 ) -> None:
     dtype = formats.named(form).storage[0]
     operand = Operand(dtype, "col", format=form, aligned=aligned, scale=Scale.parse("row"))
-    assert arguments(operand, k, BF16, False, False)["divisible"] == {"out_ptr": 16, **divisible}
+    given = arguments(operand, k, BF16, False, False)
+    assert given["divisible"] == {"out_ptr": 16, **divisible}
+    assert given["constants"]["EVEN"] is (k % 128 == 0)
 
 
 def test_it_is_not_loaded_during_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -248,6 +248,19 @@ def test_ends_of_groups_are_read_if_there_are_groups(groups: Groups | None) -> N
 
 
 @pytest.mark.parametrize(
+    ("change", "stride"),
+    [
+        ({}, 4096), ({"epilogue": parse("swiglu")}, 8192), ({"b": INT4}, ("b_scale", 0)),
+        ({"b": replace(INT8, scale=Scale.parse("tensor"))}, None),
+    ],
+)  # fmt: skip
+def test_groups_are_so_many_scales_apart(change: dict[str, Any], stride: Any) -> None:
+    instance = replace(PROBLEM, **{"b": INT8, "groups": Groups(8, "m"), **change})
+    main = KERNEL.builds(instance, MixedInputConfig(**FIELDS))[0]
+    assert {**main.values, **main.constants}["stride_bsz"] == stride
+
+
+@pytest.mark.parametrize(
     ("change", "early", "found"),
     [
         ({}, "", set()),

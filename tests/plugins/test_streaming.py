@@ -78,6 +78,20 @@ def test_config_bounds(change: dict[str, int]) -> None:
         StreamingConfig.from_json(FIELDS | change)
 
 
+@pytest.mark.parametrize(
+    ("change", "strides"),
+    [
+        ({}, (0, 0, 1)),  # of any N: one compilation serves them all
+        ({"batch": 3}, (4096, 0, 1)), ({"batch": 3, "epilogue": parse("swiglu")}, (8192, 0, 1)),
+        ({"batch": 3, "b": replace(INT8, scale=Scale.parse("tensor"))}, (0, 0, 0)),
+        ({"batch": 3, "b": INT4}, ()),
+    ],
+)  # fmt: skip
+def test_scales_of_rows_are_next_to_one_another(change: Any, strides: tuple[int, ...]) -> None:
+    found = streaming._row_scale(replace(DECODE, **{"b": INT8, **change}))
+    assert tuple(found.values()) == strides
+
+
 @pytest.mark.parametrize("m", [1, 8, 9, 16])
 @pytest.mark.parametrize("weight", [INT4, INT8])
 def test_proposals(m: int, weight: Operand) -> None:

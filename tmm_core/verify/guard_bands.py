@@ -162,8 +162,7 @@ class GuardedTensor:
         """Return whether bands and gaps are unchanged, as a tensor; overwrites the tensor
         inside."""
         t = torch.view_as_real(self.tensor) if self.tensor.is_complex() else self.tensor
-        if t.numel():
-            t.view(_BITS[t.element_size()]).fill_(_word(self.filler, t.element_size()))
+        t.view(_BITS[t.element_size()]).fill_(_word(self.filler, t.element_size()))
         return (self.words == _word(self.filler, 8)).all()
 
     def poison(self) -> torch.Tensor:

@@ -206,7 +206,7 @@ def _in_terms(
         def written(row: int) -> int:
             return row if given.out_index is None else int(given.out_index[row])
 
-        row = draw(range(filled[0][1], filled[-1][2]), written)
+        row = draw(range(filled[-1][2]), written)
         yield Change(given.out_weights, (row,), (written(row),), math.nan)
     if not rows and bias is not None:
         for value in _nan_and_inf(bias.dtype, chance):
