@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -178,6 +179,14 @@ def test_a_plan_keeps_its_alpha_and_its_epilogue() -> None:
     for _ in range(2):
         torch.testing.assert_close(twice(**call), torch.relu(2 * product))
         torch.testing.assert_close(once(**call), product)
+
+
+def test_copies_of_a_plan_and_of_a_model_that_holds_it_launch() -> None:
+    call = {name: EVERYTHING["plain"][name].float() for name in ("a", "b")}
+    layer: Any = torch.nn.Identity()
+    layer.plan = tmm_core.plan(**call)
+    for each in (copy.deepcopy(layer).plan, copy.copy(layer.plan)):
+        torch.testing.assert_close(each(**call), call["a"] @ call["b"])
 
 
 def test_a_plan_is_shown_in_a_line() -> None:

@@ -5,6 +5,10 @@ from __future__ import annotations
 from mutant import Mutant
 
 LIFETIMES = [
+    Mutant("lifetimes-copied-plan", "launch/plan.py",
+           "    __copy__ = __deepcopy__\n", "",
+           "a copy of a plan cannot be called",
+           ("tests/core/test_plan.py::test_copies_of_a_plan_and_of_a_model_that_holds_it_launch",)),
     Mutant("lifetimes-other-context", "tmm_core/settings.py",
            "if innermost is None or not innermost.ended:",
            "if innermost is None:",

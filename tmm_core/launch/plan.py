@@ -129,6 +129,12 @@ class Plan(_Callable):
         with_extras = _with_extras(problem, bound.run, extras, given) if given else bound.run
         return cls(problem, choice, bound.run, call.alpha, signatures, with_extras, bound.body)
 
+    def __deepcopy__(self, memo: Any = None) -> Plan:
+        """The plan itself, which never changes: a model that holds a plan can be copied."""
+        return self
+
+    __copy__ = __deepcopy__
+
     @property
     def kernel(self) -> str:
         """Name of the kernel this plan launches."""
