@@ -413,6 +413,25 @@ def test_copies_and_pickles(kind: Any, products: list[str]) -> None:
         assert_close(again(x), changed(original)(x))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_copied_model_is_undone_by_the_report_that_it_holds(kind: Any) -> None:
+    torch.manual_seed(0)
+    model, x = kind(), randn(5, 12)
+    expected = model(x)
+    model.report = convert(model, static_weights=True)
+    of_converted = [(type(m), vars(m).get("static_weights")) for m in model.modules()]
+    for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert again.report
+        assert again.report.model is again
+        again.report.undo()
+        plain = {*map(type, again.modules())} - {kind}
+        assert all(each.__module__.startswith("torch.nn") for each in plain)
+        assert type(again) is kind
+        assert not any("static_weights" in vars(m) for m in again.modules())
+        assert_close(again(x), expected)
+    assert [(type(m), vars(m).get("static_weights")) for m in model.modules()] == of_converted
+
+
 class Drawn(nn.Module):
     def forward(self, weight: torch.Tensor) -> torch.Tensor:
         return weight * torch.rand(())

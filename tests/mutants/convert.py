@@ -15,6 +15,8 @@ RANKS = "tests/core/test_distributed.py"
 CHANGED = f"{CONVERT}::test_a_later_change_has_its_usual_effect"
 SHOWN = f"{CONVERT}::test_a_forward_that_depends_on_untraced_state_is_kept"
 
+UNDONE = f"{CONVERT}::test_a_copied_model_is_undone_by_the_report_that_it_holds"
+
 STORED = "tests/core/test_stored_experts.py"
 
 REPLACED = "tests/core/test_replaced_code.py"
@@ -334,6 +336,13 @@ CONVERTED = [
            '"" if torch.compiler.is_compiling() else f", merged', 'f", merged',
            "torch.vmap of a gated MLP does not compile as one graph",
            ("tests/core/test_nn.py::test_vmap_of_a_gated_mlp_compiles_whole",)),
+    Mutant("pickled-report", "nn/convert.py",
+           "classes = reference(before), reference(after)", "classes = before, after",
+           "a model that holds its report cannot be pickled", (UNDONE,)),
+    Mutant("copied-report", "nn/convert.py",
+           "functools.partial(_unset, module, name)",
+           "functools.partial(module.__dict__.pop, name, None)",
+           "the report of a copy switches static weights of the original off", (UNDONE,)),
     Mutant("copied-parametrizations", "nn/together.py",
            "type(t := layer._parameters.get(kind)) is", "type(t := getattr(layer, kind)) is",
            "a copy evaluates the parametrizations of its layers",

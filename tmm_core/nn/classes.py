@@ -45,7 +45,7 @@ def subclass(
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
     names |= {"__doc__": kind.__doc__, "__reduce_ex__": reduce, "_tmm_kind": kind}
     made: Any = type(kind)(kind.__name__, bases, names | attributes)
-    recipe = _Recipe(made, *origin)
+    made._tmm_recipe = recipe = _Recipe(made, *origin)
     _made[kind, base, key] = made
     return made
 
@@ -66,6 +66,16 @@ class _Recipe:
 
 def _read(function: Callable[..., Any], arguments: tuple[Any, ...]) -> _Recipe:
     return _Recipe(function(*arguments), function, *arguments)
+
+
+def reference(kind: type) -> Any:
+    """Return what a pickle can hold of a class: itself, or the recipe of a made one."""
+    return vars(kind).get("_tmm_recipe", kind)
+
+
+def referred(reference: Any) -> Any:
+    """Return the class of a :func:`reference`."""
+    return reference.made if isinstance(reference, _Recipe) else reference
 
 
 def _new(recipe: _Recipe) -> Any:

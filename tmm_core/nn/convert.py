@@ -31,7 +31,7 @@ from tmm_core.nn import (
     stored_weights,
     unreached,
 )
-from tmm_core.nn.classes import own, replaced, subclass
+from tmm_core.nn.classes import own, reference, referred, replaced, subclass
 from tmm_core.nn.conversion_report import Change, LeftAlone, NotFused, Report
 from tmm_core.nn.joint_storage import against_one_product
 from tmm_core.nn.linear import Linear
@@ -285,7 +285,7 @@ class _Conversion:
     def _switch(self, module: nn.Module, name: str) -> None:
         if hasattr(type(module), name) and not getattr(module, name):
             setattr(module, name, True)
-            self._report.undos.append(functools.partial(module.__dict__.pop, name, None))
+            self._report.undos.append(functools.partial(_unset, module, name))
 
     def _quantise(self, format: str) -> None:
         """Round the weights of the layers and experts whose products are tmm's."""
@@ -331,7 +331,8 @@ class _Conversion:
 
     def _swap(self, module: nn.Module, after: Any) -> None:
         before, module.__class__ = type(module), after
-        undo = functools.partial(_swap_back, module, self._path(module), before, after)
+        classes = reference(before), reference(after)
+        undo = functools.partial(_swap_back, module, self._path(module), *classes)
         self._report.undos.append(undo)
         if hasattr(after, "_swapped_in"):
             module._swapped_in()  # type: ignore[operator]
@@ -358,13 +359,18 @@ class _Conversion:
         return f"{self._paths[module]}.{name}".lstrip(".")
 
 
-def _swap_back(module: Any, path: str, before: type[nn.Module], after: Any) -> None:
-    if type(module) is not after:
+# Functions of the module and not of its dictionary: a copied report undoes the copied model.
+def _unset(module: nn.Module, name: str) -> None:
+    vars(module).pop(name, None)
+
+
+def _swap_back(module: Any, path: str, before: Any, after: Any) -> None:
+    if type(module) is not referred(after):
         warn(f"{path} is now a {type(module).__name__}, not convert()'s; left as it is")
         return
-    if hasattr(after, "_swapped_out"):
+    if hasattr(module, "_swapped_out"):
         module._swapped_out()
-    module.__class__ = before
+    module.__class__ = referred(before)
 
 
 def _replace_rounded(
