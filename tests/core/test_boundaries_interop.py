@@ -1063,7 +1063,7 @@ def test_two_products_of_frozen_weights_become_one(name: str, undone: bool) -> N
     assert product is not None
     assert product.meta["val"].shape[-1] == 12
     if undone:
-        constants.undo(graph, product, gate, up)
+        constants.undo(product, gate, up)
     graph.eliminate_dead_code()
     graph.lint()
     y = torch.fx.GraphModule(torch.nn.Module(), graph)(*given)
@@ -1071,8 +1071,16 @@ def test_two_products_of_frozen_weights_become_one(name: str, undone: bool) -> N
     assert sum(node.target in PRODUCTS for node in graph.nodes) == (2 if undone else 1)
 
 
-def test_one_frozen_weight_is_not_joined_with_itself() -> None:
-    graph, _ = graph_of(lambda a, b: F.silu(a @ b) * (a @ b), FP32, A, B)
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda a, b, c, r: F.silu(a @ b) * (a @ b),
+        lambda a, b, c, r: F.silu(torch.addmm(r, a, b)) * torch.addmm(r, a, c),
+    ],
+    ids=["itself", "summands of rows"],
+)
+def test_products_of_frozen_weights_that_stay_two(function: Callable[..., Any]) -> None:
+    graph, _ = graph_of(function, FP32, A, B, B2, R)
     ((gate, up),) = pairs(graph)
     assert constants.join(graph, gate, up, set(graph.nodes)) is None
 

@@ -267,6 +267,16 @@ def test_a_problem_that_failed_is_measured_once_more_by_another(
     assert not mine.has("verdict/2")
 
 
+def test_the_last_rank_measures_its_own_failure_again(
+    measured: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = [{"error": "no memory"}, {"record": 16}]
+    monkeypatch.setattr(ranks, "_measure", lambda *_: answers.pop(0))
+    with warned("rank 1 showed no sign of life"):
+        assert measure_all(board(asked_0=1), FIRST) == ({0: "result/1/0"}, {1})
+    assert answers == []
+
+
 def test_a_rank_that_was_given_up_measures_nothing(measured: list[int]) -> None:
     ended = [[0, None], [1, None]]
     mine = board(asked_0=1, asked_1=1, verdict_0={"lost": [0], "ended": ended})

@@ -69,4 +69,12 @@ DRAWN_LAYERS = [
            "t.flatten(0, 1) if t.dim() > 1 else t  # a grid", "t.flatten(0, 1)  # a grid",
            "a batch with a bias per matrix takes no scale of one number",
            ("tests/core/test_grouped_fp8.py::test_a_batch_takes_a_bias_each",)),
+    Mutant("layers-summands-of-rows", "interop/constants.py",
+           'if any(tuple(bias.meta["val"].shape) != (half,) for bias in biases):', "if False:",
+           "a graph with two learned summands of rows warns that a pass raised",
+           (f"{INTEROP}::test_products_of_frozen_weights_that_stay_two",)),
+    Mutant("layers-last-rank", "tools/ranks.py",
+           "if rank != owner.get(index)] or crew", "if rank != owner.get(index)]",
+           "the last rank fails once it has no other to repeat a measurement",
+           (f"{RANKS}::test_the_last_rank_measures_its_own_failure_again",)),
 ]  # fmt: skip

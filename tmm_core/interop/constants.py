@@ -2,8 +2,8 @@
 
 With ``torch._inductor.config.freezing`` a graph without gradients keeps its parameters as
 constants, and torch evaluates nodes that depend only on constants when it compiles. So a
-concatenation of two weights, added before, costs nothing in a call. Parameters that are not frozen
-would be copied in each call, and are left alone.
+concatenation of two weights, added before, costs nothing in a call. Torch then also removes nodes
+that nothing reads. Parameters that are not frozen would be copied in each call, and are left alone.
 """
 
 from __future__ import annotations
@@ -64,18 +64,11 @@ def join(graph: torch.fx.Graph, gate: Tail, up: Tail, known: set[Node]) -> Node 
     return product
 
 
-def undo(graph: torch.fx.Graph, product: Node, gate: Tail, up: Tail) -> None:
+def undo(product: Node, gate: Tail, up: Tail) -> None:
     """Take back :func:`join`, which returned ``product``."""
     z = product if gate.shape is None else next(iter(product.users))
-    for tail, own in zip((gate, up), list(z.users), strict=True):
+    for tail, own in zip((gate, up), z.users, strict=True):
         own.replace_all_uses_with(tail.last)
-    erase(graph, *z.users, z, product)
-
-
-def erase(graph: torch.fx.Graph, *nodes: Node) -> None:
-    """Remove these nodes, each before the nodes that it reads."""
-    for node in dict.fromkeys(nodes):
-        graph.erase_node(node)
 
 
 def added(graph: torch.fx.Graph, target: Any, arguments: tuple[Any, ...]) -> Node:

@@ -114,7 +114,7 @@ class Join(Pass):
             worth = tail.gated and (self.when == "always" or pays(tail, terms_of(product)))
         finally:
             if not worth:
-                constants.undo(graph, product, gate, up)
+                constants.undo(product, gate, up)
 
 
 class Rewrite(Pass):
