@@ -990,8 +990,17 @@ def test_values_are_planted_in_three_lines_and_twice_in_a_term(axis: Any) -> Non
     plain = problem(m=2, n=6, k=5)
     short = replace(bare, a=torch.ones(2, 5))
     assert len(list(nonfinite._changes(plain, short, "rows", random.Random(0)))) == 2
-    for empty in ({"m": 0}, {"n": 0}):
-        assert list(nonfinite._changes(replace(plain, **empty), bare, axis, random.Random())) == []
+    alone = replace(instance, m=1), replace(inputs, a=torch.ones(1, 5), residual=torch.ones(1, 6))
+    assert len(list(nonfinite._changes(*alone, axis, random.Random(0)))) == (
+        3 if axis == "rows" else 5
+    )
+    no_groups = replace(bare, rows=Rows(torch.tensor([0, 0]), (0, 0), 5))
+    for empty, given in (
+        ({"m": 0}, bare),
+        ({"n": 0}, bare),
+        ({"groups": Groups(2, "k")}, no_groups),
+    ):
+        assert list(nonfinite._changes(replace(plain, **empty), given, axis, random.Random())) == []
 
 
 CHANGES: dict[Any, int] = {"rows": 6, "columns": 5}

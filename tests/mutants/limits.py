@@ -108,4 +108,9 @@ LIMITS = [
            "elif winner is not None and kernel.name", "elif kernel.name",
            "a kernel that failed earlier has a fault of tmm's own",
            (f"{STAGES}::test_the_incumbent_of_a_record",)),
+    Mutant("limit-one-row", "verify/nonfinite.py",
+           "[(matrix, 0, problem.m) for matrix", "[(matrix, 1, problem.m) for matrix",
+           "verification of a product of one row with a residual raises",
+           ("tests/core/test_boundaries_verify.py::"
+            "test_values_are_planted_in_three_lines_and_twice_in_a_term",)),
 ]  # fmt: skip

@@ -148,7 +148,7 @@ def _changes(
     lines = range(matrix.shape[-2])
     if along == ("m" if rows else "n"):
         lines = range(end)
-    read = _rows_computed_from(inputs, end) if along == "m" and rows else {}
+    read = _rows_computed_from(inputs, end) if rows else {}
     # The last term first: kernels mask the tail of a sum.
     terms = [problem.k - 1, 0, chance.randrange(max(1, problem.k))]
     if along == "k":
