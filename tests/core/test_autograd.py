@@ -459,6 +459,14 @@ def test_alpha_as_a_tensor_with_a_gradient(epilogue: Any) -> None:
     )
 
 
+@pytest.mark.parametrize("value", [1.0, 0.5])
+@pytest.mark.parametrize("by_torch", [False, True])
+def test_alpha_has_a_gradient_whatever_its_value(by_torch: bool, value: float) -> None:
+    a, b, alpha = torch.randn(3, 5), torch.randn(5, 2), torch.tensor(value, requires_grad=True)
+    y = tmm_core.matmul(a.to_sparse() if by_torch else a, b, alpha=alpha)
+    torch.testing.assert_close(torch.autograd.grad(y.sum(), alpha), ((a @ b).sum(),))
+
+
 def test_alpha_as_a_tensor_without_a_gradient() -> None:
     a, b = torch.randn(3, 5), torch.randn(5, 2)
     alpha = torch.tensor(0.5)

@@ -954,7 +954,9 @@ def test_a_tuning_in_the_background_that_ended_without_a_winner_is_not_begun_aga
     first = d.choose(instance, mine)
     assert (first.origin, first.lasting) == ("fallback", False)
     assert len(d.background) == 1
+    background = d.background
     d.abandon()
+    assert not background._finalizer.alive  # it would free what is the parent's
     d.ended[instance, mine] = "tuning failed: no memory"
     choice = d.choose(instance, mine)
     assert (choice.origin, choice.lasting) == ("heuristic", True)

@@ -298,8 +298,10 @@ def test_mapped_residuals_meet_the_last_dimensions_of_a_result(shape: tuple[int,
         def by_torch(a: Tensor, term: Tensor) -> Tensor:
             return torch.nn.functional.silu(a @ b) + term
 
-        got = torch.vmap(ours, (dims, 0))(given, terms)
-        torch.testing.assert_close(got, torch.vmap(by_torch, (dims, 0))(given, terms))
+        for place in range(3):
+            moved = terms.movedim(0, place)
+            got = torch.vmap(ours, (dims, place))(given, moved)
+            torch.testing.assert_close(got, torch.vmap(by_torch, (dims, place))(given, moved))
 
 
 OFFS = torch.tensor([3, 3, 10], dtype=torch.int32)

@@ -952,6 +952,16 @@ def test_a_kernel_without_a_time_has_not_lost() -> None:
     assert one.lost([Candidate(fast, FakeConfig())], {Candidate(fast, FakeConfig()): 5.0}) == []
 
 
+def test_what_the_first_batch_must_have_does_not_lose() -> None:
+    """The best candidate of a likely kernel."""
+    fast, slow = FakeKernel("fast", estimate=1.0), FakeKernel("slow", tiles=(1, 2, 3), estimate=1.2)
+    one = searched(problem(), [fast, slow], [fast, slow])
+    best, measured, other = (Candidate(slow, FakeConfig(tile=tile)) for tile in (1, 2, 3))
+    assert best in one.first()
+    times = {Candidate(fast, FakeConfig()): 1.0, measured: 9.0}
+    assert one.lost([best, other], times) == [other]
+
+
 def test_kernels_with_similar_estimates_alternate() -> None:
     """Estimates within a tenth of the best are alike; the other kernels follow by estimate."""
     estimates: dict[Candidate, float | None] = {

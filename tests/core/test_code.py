@@ -22,8 +22,9 @@ from tmm_cache import CacheStore
 from tmm_cache.fields import NAME_MAX
 
 import tmm_core
-from tmm_core import formats
+from tmm_core import PluginError, formats
 from tmm_core.dispatch.first_use import FirstUse
+from tmm_core.registry import registry
 from tmm_core.registry.query import CheckedKernel
 from tmm_core.registry.registry import Registry, Source
 from tmm_core.spec import code
@@ -218,6 +219,17 @@ def test_an_edited_format_has_other_records(site: Path) -> None:
     int8 = torch.empty(2, 2, dtype=torch.int8)
     assert before["code"]
     assert "code" not in Operand.of(int8, format="int8").to_json()
+
+
+def test_a_format_whose_code_cannot_be_read_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(form: Any) -> str:
+        raise ValueError("no code")
+
+    monkeypatch.setattr(registry, "format_code", fails)
+    form = replace(formats.named("int8"), name="unread8", implied=False)
+    with pytest.raises(PluginError, match="no code"):
+        Registry()._add_format(form, Source("p"))
+    assert "unread8" not in formats.FORMATS
 
 
 def test_a_formats_fields_count_where_its_functions_are_tmms() -> None:
