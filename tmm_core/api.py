@@ -14,7 +14,15 @@ from tmm_core import compat, dispatch, foreign, settings
 from tmm_core.errors import reraise
 from tmm_core.formats import IMPLIED
 from tmm_core.interop import autograd, autograd_state, fallbacks, operator, outputs_operator
-from tmm_core.interop.calls import has_outputs, interned_text, prepare_for, text_of, traced_text_of
+from tmm_core.interop.calls import (
+    has_outputs,
+    interned_text,
+    is_traced,
+    prepare_for,
+    text_of,
+    traced,
+    traced_text_of,
+)
 from tmm_core.interop.declaration import cast_first
 from tmm_core.launch import grouped_call as launch_grouped
 from tmm_core.launch import warm
@@ -180,6 +188,8 @@ def _answer(call: Arguments, epilogue: EpilogueLike) -> Tensor:
         if isinstance(alpha, (Tensor, complex)):
             return _scaled(call._replace(alpha=alpha), epilogue)
         call = call._replace(alpha=alpha)
+    if call.out is None and is_traced(epilogue):
+        return traced(epilogue, _answer(call._replace(residual=None), None), call.residual)
     call = call._replace(epilogue=traced_text_of(epilogue))
     if call.epilogue and has_outputs(call.epilogue):
         return outputs_operator.matmul(call)  # type: ignore[return-value]  # as documented

@@ -9,7 +9,13 @@ import torch
 from tmm_core import compat, foreign, settings
 from tmm_core.errors import reraise
 from tmm_core.interop import autograd_state, fallbacks, grouped_operator, operator
-from tmm_core.interop.calls import interned_text, prepare_for, traced_text_of
+from tmm_core.interop.calls import (
+    interned_text,
+    is_traced,
+    prepare_for,
+    traced,
+    traced_text_of,
+)
 from tmm_core.interop.declaration import cast_first
 from tmm_core.launch.check import addressable, check_tensors, number, strided
 from tmm_core.launch.grouped_call import check, fast_path_allowed, run
@@ -99,6 +105,12 @@ def grouped_matmul(
             )  # fmt: skip
     if type(alpha) is not float:
         alpha = number("grouped_matmul", alpha)
+    if out is None and out_index is None and out_weights is None and is_traced(epilogue):
+        z = grouped_matmul(
+            a, b, offs=offs, bias=bias, alpha=alpha, out_dtype=out_dtype, a_index=a_index,
+            scale_a=scale_a, scale_b=scale_b,
+        )  # fmt: skip
+        return traced(epilogue, z, residual)
     call = GroupedArguments(
         a, b, offs,  # type: ignore[arg-type]  # None only for a batch
         bias, residual, alpha, traced_text_of(epilogue), out_dtype, a_index, out_index, out_weights,

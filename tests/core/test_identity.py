@@ -550,6 +550,83 @@ def test_a_graph_is_compiled_again_for_a_global_variable(
     assert texts[0] != texts[1] != texts[2] == texts[0]
 
 
+class Cap:
+    by = 2.0
+
+    def __call__(self, z: torch.Tensor) -> torch.Tensor:
+        return z * self.by
+
+
+def of_an_attribute() -> tuple[Any, Any]:
+    cap = Cap()
+    return cap, lambda: setattr(cap, "by", 3.0)
+
+
+def of_a_list() -> tuple[Any, Any]:
+    kept = [2.0]
+    return lambda z: z * kept[0], lambda: kept.__setitem__(0, 3.0)
+
+
+def of_arguments() -> tuple[Any, Any]:
+    kept = {"by": 2.0}
+    return functools.partial(lambda z, kept: z * kept["by"], kept=kept), lambda: kept.update(by=3.0)
+
+
+def of_a_parameter() -> tuple[Any, Any]:
+    by = torch.nn.Parameter(torch.tensor(2.0))
+    return lambda z: z * by, lambda: by.data.fill_(3.0)
+
+
+@pytest.mark.parametrize(
+    "reading", [of_an_attribute, of_arguments, of_a_parameter], ids=lambda reading: reading.__name__
+)
+def test_a_graph_follows_objects_that_an_epilogue_reads(reading: Any) -> None:
+    torch._dynamo.reset()
+    function, change = reading()
+    call = functools.partial(tmm_core.matmul, epilogue=Epilogue("f", function))
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+    for by in (2.0, 3.0):
+        a = A.clone().requires_grad_()
+        y = compiled(a, B)
+        torch.testing.assert_close(y, by * (A @ B))
+        y.sum().backward()
+        torch.testing.assert_close(a.grad, by * torch.ones_like(y) @ B.t())
+        change()
+
+
+@pytest.mark.parametrize("kind", ["linear", "grouped", "gated"])
+def test_a_graph_follows_a_list_in_every_kind_of_call(kind: str) -> None:
+    torch._dynamo.reset()
+    function, change = of_a_list()
+    epilogue, residual = Epilogue("f", function), torch.ones(A.shape[0], B.shape[1])
+    if kind == "gated":
+        epilogue = Epilogue("g", lambda gate, up: function(gate) + up, gated=True)
+    ends = torch.tensor([len(A)], dtype=torch.int32)
+
+    def call(a: torch.Tensor, b: torch.Tensor) -> Any:
+        how: Any = {"residual": residual, "epilogue": epilogue}
+        if kind == "grouped":
+            return tmm_core.grouped_matmul(a, b[None], offs=ends, **how)
+        b = torch.cat([b, b], 1) if kind == "gated" else b
+        return tmm_core.linear(a, b.t(), **how)
+
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+    a = A.clone().requires_grad_()
+    for by in (2.0, 3.0):
+        factor = by + 1 if kind == "gated" else by
+        torch.testing.assert_close(compiled(a, B), factor * (A @ B) + 1)
+        change()
+
+
+def test_a_graph_has_an_epilogue_without_state_in_the_operator() -> None:
+    twice = functools.partial(torch.mul, other=2.0)
+    by = 2.0
+    for function in (lambda z: z * by, torch.tanh, twice, torch.nn.functional.silu):
+        assert not Epilogue("f", function).traces
+    for other in ("device", "derivative", "output_vjp"):
+        assert not Epilogue("f", Cap(), **{other: lambda z, *_: z * 2}).traces
+
+
 @pytest.mark.parametrize("module", [None, "math"])
 def test_globals_outside_a_module_do_not_end_a_compilation(module: Any) -> None:
     torch._dynamo.reset()

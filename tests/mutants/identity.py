@@ -9,9 +9,28 @@ PAIRS = f"{USERS}::test_functions_that_differ_in_one_thing_give_their_own_answer
 EVERY = f"{USERS}::test_keys_of_functions_with_files_are_the_same_in_every_process"
 GLOBAL = f"{USERS}::test_a_graph_is_compiled_again_for_a_global_variable"
 LATER = f"{USERS}::test_a_closure_that_changes_later_is_not_taken_for_a_new_one"
+READ_OBJECTS = f"{USERS}::test_a_graph_follows_objects_that_an_epilogue_reads"
 EDIT = f"{CODE}::test_every_edit_makes_another_version"
 
 IDENTITY = [
+    Mutant("identity-read-objects", "spec/identity.py",
+           "not all(_stays(value) for _, value in cells_of(function))",
+           "False",
+           "a compiled call keeps what an epilogue's list or module held at first",
+           (READ_OBJECTS,)),
+    Mutant("identity-read-arguments", "spec/identity.py",
+           "return reads_objects(function.func) or not _is_constant(given)",
+           "return reads_objects(function.func)",
+           "a compiled call keeps what a partial function's argument held at first",
+           (READ_OBJECTS,)),
+    Mutant("identity-traced-derivative", "spec/epilogue.py",
+           "self.device, self.derivative, self.output_vjp)\n        object", "self.device)\n        object",
+           "a compiled call ignores the derivative of an epilogue that reads objects",
+           (f"{USERS}::test_a_graph_has_an_epilogue_without_state_in_the_operator",)),
+    Mutant("identity-traced-groups", "tmm_core/grouped.py",
+           "out_weights is None and is_traced(epilogue):", "False:",
+           "a compiled grouped call keeps what an epilogue's objects held at first",
+           (f"{USERS}::test_a_graph_follows_a_list_in_every_kind_of_call",)),
     Mutant("code-contents", "spec/code.py", 'found.append(f"{each.name} {content}")',
            "found.append(each.name)", "an edited file leaves the version", (EDIT,)),
     Mutant("code-names", "spec/code.py", 'found.append(f"{each.name} {content}")',

@@ -47,6 +47,18 @@ def traced_text_of(epilogue: EpilogueLike) -> str:
     return _parsed_text(epilogue)
 
 
+def is_traced(epilogue: EpilogueLike) -> bool:
+    """Whether torch.compile traces the reference itself, and guards the graph by what it reads."""
+    compiling = torch.compiler.is_dynamo_compiling()
+    return compiling and isinstance(epilogue, Epilogue) and epilogue.traces
+
+
+def traced(epilogue: Any, z: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+    """Return a call's result from its product, in torch's operators."""
+    y: torch.Tensor = epilogue.reference(*epilogue.inputs(z), *epilogue.parameters)
+    return y if residual is None else (y + residual).to(z.dtype)
+
+
 def _guard(value: float | str) -> set[float | str]:
     """Guard a graph of torch.compile by this value: tracing a set needs numbers as they are. Torch
     2.10 does not trace hash()."""

@@ -26,7 +26,14 @@ from tmm_base.guards import suppress
 
 from tmm_core.errors import of_the_call, shown
 from tmm_core.spec.code import unique
-from tmm_core.spec.identity import cells_of, frozen, identity, lasting_text, reader_of
+from tmm_core.spec.identity import (
+    cells_of,
+    frozen,
+    identity,
+    lasting_text,
+    reader_of,
+    reads_objects,
+)
 from tmm_core.spec.port import DTYPES, Port
 
 if TYPE_CHECKING:
@@ -113,6 +120,11 @@ class Epilogue:
             It covers the variables that functions read when the epilogue was made."""
 
         @property
+        def traces(self) -> bool:
+            """Whether a graph has the reference's own operators and guards: it is the only function
+            and reads objects, which may change."""
+
+        @property
         def readers(self) -> tuple[Callable[[], Any], ...]:
             """Functions that return the variables that functions read, at present."""
 
@@ -137,6 +149,8 @@ class Epilogue:
         if len({port.name for port in self.outputs}) < len(self.outputs):
             raise ValueError(f"epilogue {self.name!r} has two outputs of one name")
         object.__setattr__(self, "traced", repr(self._identity()))
+        more = (self.stages, self.outputs, self.device, self.derivative, self.output_vjp)
+        object.__setattr__(self, "traces", not any(more) and reads_objects(self.reference))
         object.__setattr__(self, "readers", tuple(reader_of(cell) for cell, _ in self._cells()))
 
     def check_types(self) -> None:

@@ -132,6 +132,23 @@ def cells_of(function: Any) -> list[tuple[CellType | Global, Any]]:
     return [(variable, variable.cell_contents) for variable in variables]
 
 
+def reads_objects(function: Any) -> bool:
+    """Whether a function reads objects that may change, such as a module, a tensor or a list."""
+    if type(function) is functools.partial:
+        given = (*function.args, *function.keywords.values())
+        return reads_objects(function.func) or not _is_constant(given)
+    if isinstance(function, BuiltinFunctionType):
+        return False
+    return not is_frozen(function) or not all(_stays(value) for _, value in cells_of(function))
+
+
+def _stays(value: Any) -> bool:
+    """Whether the value of a variable is a constant, or code without state."""
+    if type(value) is FunctionType:
+        return not value.__closure__ and not vars(value)
+    return isinstance(value, (ModuleType, type, BuiltinFunctionType)) or _is_constant(value)
+
+
 def reader_of(cell: CellType | Global) -> Any:
     """Return a function that returns the variable in ``cell``. Torch.compile guards a graph by the
     variables of the functions that it traces, but not by variables that these functions read. It
