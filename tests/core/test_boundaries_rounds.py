@@ -792,7 +792,7 @@ def test_an_exception_that_ends_generators_does_not_end_a_tuning(kind: type[Base
     assert data.raised is raised.value
 
 
-@pytest.mark.parametrize("name", ["a", "bias", "residual"])
+@pytest.mark.parametrize("name", ["a", "bias", "residual", "b_scale"])
 @pytest.mark.parametrize(
     ("change", "seen"),
     [
@@ -808,11 +808,14 @@ def test_an_exception_that_ends_generators_does_not_end_a_tuning(kind: type[Base
 )
 def test_a_launch_leaves_its_arguments_as_they_were(name: str, change: Any, seen: bool) -> None:
     instance = problem(m=4, n=4, k=4, bias=F32, residual=Operand(F32))
+    if name == "b_scale":
+        int8 = Operand(torch.int8, format="int8", scale=Scale.parse("row"))
+        instance = replace(instance, b=int8)
     data = DataSets(instance, CPU, 1 << 26)
     first = data.sets()[0]
-    given = getattr(first.inputs, name)
+    given = first.inputs.extras.get(name, getattr(first.inputs, name, None))
 
-    def launch(a: Any, b: Any, bias: Any, residual: Any, alpha: float, out: Any) -> Any:
+    def launch(*_: Any, **extras: Any) -> Any:
         y = torch.empty(4, 4)
         change(given)
         return y

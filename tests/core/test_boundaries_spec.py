@@ -512,6 +512,12 @@ def test_operands_share_a_dtype() -> None:
     assert "differ in dtype" in reason
 
 
+def test_scales_of_an_operand_without_a_format_are_declined() -> None:
+    scaled = replace(LEAST, scales=("row",))
+    (reason,) = scaled.reasons_against(replace(ON_GPU, a=Operand(FP32, scale=Scale.parse("row"))))
+    assert reason == "has no scale of a by row for torch.float32"
+
+
 def test_a_way_to_reduce_and_a_function_to_do_it_are_declared() -> None:
     def asked(port: Port) -> Any:
         epilogue = Epilogue("relu", torch.relu, device=torch.relu, outputs=(port,))

@@ -202,6 +202,7 @@ def _gated(gate: Tensor, up: Tensor) -> Tensor:
         lambda z: F.silu(z[:3]) * z[3:],  # rows
         lambda z: _gated(*z.chunk(2, 1)) + z.chunk(2, 1)[0],
         lambda z: _gated(*z.chunk(2, 1)) + z.chunk(2, 1)[1],
+        *(lambda z, n=n: (lambda half: _gated(*half) + half[n])(z.chunk(2, 1)) for n in (0, 1)),
         lambda z: _gated(*z.view(6, 4, 10).chunk(2, 2)),  # other columns
         lambda z: _gated(*z.view(3, 80)[:, :40].split(20, 1)),
         lambda z: [_gated(y[:, :20], y[:, 20:40]) for y in (z.view(3, 80),)].pop(),

@@ -508,6 +508,7 @@ def test_an_exception_that_no_frame_raised_passes() -> None:
         errors.reraise(Final())
     errors.reraise(SystemExit())  # sys.exit as a launcher leaves no frame
     errors.reraise(Unique())
+    errors.reraise(tmm_core.TmmWarning("raised by a plugin, not issued by tmm"))
 
 
 EXIT = """

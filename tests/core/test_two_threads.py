@@ -184,6 +184,28 @@ def test_turns_end_after_some_unsuccessful_waits(
     assert turns.over
 
 
+def test_a_turn_is_passed_on_after_each_line() -> None:
+    """A kernel that keeps its operands between two lines, and calls nothing, is found so."""
+    turns, passed = Turns(), list[int]()
+    turns.pass_on = passed.append  # type: ignore[method-assign]
+
+    found = []
+
+    def run() -> None:
+        with turns.after_each_line(0):
+            lines()
+
+    def lines() -> None:
+        before = len(passed)
+        between = len(passed) - before
+        found.append(between)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert found == [1]
+
+
 def test_a_tracer_of_the_thread_is_put_back() -> None:
     """A debugger sets such a tracer."""
     tracer = lambda *_: None  # noqa: E731
