@@ -149,6 +149,8 @@ def test_a_layer_with_a_forward_of_its_own_is_called(products: list[str | None])
     mlp = kernelized(Gated(), kernel_layers.GatedMLP)
     mlp.gate.forward = lambda x: torch.zeros(3, 16)  # type: ignore[method-assign,assignment]
     assert torch.equal(mlp(torch.randn(3, 8)), mlp.down(torch.zeros(3, 16)))  # type: ignore[operator]
+    mlp.gate, x = Doubled(8, 16), torch.randn(3, 8)
+    assert torch.equal(mlp(x), Gated.forward(mlp, x))  # type: ignore[arg-type]
     assert products == []
 
 
@@ -246,12 +248,14 @@ def test_without_the_package_a_model_stays_as_it_is(kernels: dict[str, Any]) -> 
 
 
 def test_restoring_leaves_a_forward_that_others_gave() -> None:
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
     kernelized(model[0], kernel_layers.Linear)
-    model[1].forward = theirs = F.relu  # type: ignore[method-assign,assignment]
+    theirs = F.relu, types.MethodType(Plain.forward, model[2])
+    for module, forward in zip(model[1:], theirs, strict=True):
+        module.forward = forward  # type: ignore[method-assign,assignment]
     transformers.restore(model)
     assert "forward" not in vars(model[0])
-    assert model[1].forward is theirs
+    assert (model[1].forward, model[2].forward) == theirs
 
 
 def test_versions_without_8_bit_experts_register_none(
@@ -276,12 +280,12 @@ def test_an_activation_that_is_not_recognised_gates_no_kernel(
     products: list[str | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Activations of one class of modules differ; a graph takes those that were looked at."""
-    layers = [Gated(), Gated(nn.ReLU()), Gated(nn.Hardswish())]
+    layers = [Gated(), Gated(nn.ReLU()), Gated(nn.Tanh()), Gated(nn.Hardswish())]
     found = [kernel_layers.is_gated_mlp(mlp) for mlp in layers]
-    assert found == [True] * 3
+    assert found == [True] * 4
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     gatings = [kernel_layers._gating(mlp) for mlp in layers]
-    assert [each and each[1] for each in gatings] == ["silu", "relu", None]
+    assert [each[1] if each else "none" for each in gatings] == ["silu", "relu", "tanh", "none"]
 
 
 # -- checkpoints of gpt-oss ----------------------------------------------------------------

@@ -221,6 +221,12 @@ def test_a_kernelized_mlp_runs_a_replaced_method(monkeypatch: pytest.MonkeyPatch
     assert kernel_layers.is_gated_mlp(mlp)
     mlp.forward = kernel_layers.GatedMLP.forward.__get__(mlp)
     torch.testing.assert_close(mlp(randn(3, 8)), expected)
+    hook = nn.modules.module.register_module_forward_hook(lambda module, x, y: y + 1)
+    torch.testing.assert_close(mlp(randn(3, 8)), Named.forward(mlp, randn(3, 8)) + 1)
+    hook.remove()
+    with monkeypatch.context() as patch:
+        patch.setattr(Named, "forward", lambda self, x: x + 1)
+        assert torch.equal(mlp(randn(3, 8)), randn(3, 8) + 1)
     monkeypatch.setattr(Named, "act", relu)
     torch.testing.assert_close(mlp(randn(3, 8)), Named.forward(mlp, randn(3, 8)))
 

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tmm_core import api, compat
-from tmm_core.epilogues import GATED_BY
+from tmm_core import api
 from tmm_core.interop import fallbacks
 from tmm_core.nn import activation, conv1d, fusion_match
 from tmm_core.nn.classes import replaced
@@ -143,7 +142,7 @@ def _gating(mlp: nn.Module) -> tuple[list[Any], str] | None:
     if kind not in _proven and not torch.compiler.is_compiling():
         is_gated_mlp(mlp)
     proven = _proven.get(kind)
-    if proven is None or kind.forward is not proven[0] or compat.global_hooks():
+    if proven is None or kind.forward is not proven[0]:
         return None
     _, reached, gating = proven
     children = mlp._modules
@@ -153,7 +152,7 @@ def _gating(mlp: nn.Module) -> tuple[list[Any], str] | None:
     if not reached.holds(mlp):
         return None
     epilogue = activation.activated_by(children.get(str(gating.activation)))
-    return (layers, epilogue) if epilogue is not None and epilogue in GATED_BY else None
+    return (layers, epilogue) if epilogue is not None else None
 
 
 @dataclass(frozen=True)
