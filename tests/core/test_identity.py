@@ -573,7 +573,7 @@ def of_arguments() -> tuple[Any, Any]:
 
 
 def of_a_parameter() -> tuple[Any, Any]:
-    by = torch.nn.Parameter(torch.tensor(2.0))
+    by = torch.nn.Parameter(torch.tensor([2.0]))  # wider than a product of bf16
     return lambda z: z * by, lambda: by.data.fill_(3.0)
 
 
@@ -592,6 +592,7 @@ def test_a_graph_follows_objects_that_an_epilogue_reads(reading: Any) -> None:
         y.sum().backward()
         torch.testing.assert_close(a.grad, by * torch.ones_like(y) @ B.t())
         change()
+    assert compiled(A.bfloat16(), B.bfloat16()).dtype is torch.bfloat16
 
 
 @pytest.mark.parametrize("kind", ["linear", "grouped", "gated"])

@@ -56,7 +56,7 @@ def is_traced(epilogue: EpilogueLike) -> bool:
 def traced(epilogue: Any, z: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
     """Return a call's result from its product, in torch's operators."""
     y: torch.Tensor = epilogue.reference(*epilogue.inputs(z), *epilogue.parameters)
-    return y if residual is None else (y + residual).to(z.dtype)
+    return (y if residual is None else y + residual).to(z.dtype)
 
 
 def _guard(value: float | str) -> set[float | str]:

@@ -41,7 +41,7 @@ _RUNS_PLUGINS: Final = tuple(
 _CHECK_INTERVAL = 0.05
 #: Seconds after which a plugin's code is taken to wait for a thread that runs the same code: it may
 #: ask again and again whether this thread has ended.
-_PATIENCE = 1.0
+_PATIENCE = 10.0
 
 
 @contextmanager
