@@ -692,3 +692,14 @@ def test_two_layers_are_placed_alike_by_equal_hooks(
         assert sharded._placed_alike(gate, up) is alike
     getattr(up, register)(print)
     assert not sharded._placed_alike(gate, up)
+
+
+def test_a_gated_layer_with_a_view_or_without_a_parameter_is_stored_and_moved() -> None:
+    """FSDP takes parameters away, and a user may assign columns of a larger matrix."""
+    mlp = gated_layers.GatedMLP(8, 6)
+    columns = torch.randn(6, 16)[:, :8]
+    mlp.gate_proj.weight = nn.Parameter(columns)
+    torch.testing.assert_close(mlp.state_dict()["gate_proj.weight"], columns)
+    del mlp.up_proj.weight
+    mlp.to(torch.float64)
+    assert mlp.gate_proj.weight.dtype is torch.float64

@@ -792,6 +792,14 @@ def test_an_exception_that_ends_generators_does_not_end_a_tuning(kind: type[Base
     assert data.raised is raised.value
 
 
+def test_sets_of_inputs_that_were_not_all_made_are_made_again() -> None:
+    data = DataSets(problem(m=4, n=4, k=4), CPU, 1 << 26)
+    steps = data.making()
+    next(steps)
+    steps.close()
+    assert len(data.sets()) == 2
+
+
 @pytest.mark.parametrize("name", ["a", "bias", "residual", "b_scale"])
 @pytest.mark.parametrize(
     ("change", "seen"),

@@ -459,8 +459,9 @@ def test_two_formats_have_neither_one_name_nor_one_dtype() -> None:
     with pytest.raises(ValueError, match="two formats are named 'fp8'"):
         formats.add(dataclasses.replace(fp8))
     with pytest.raises(ValueError, match="implies two formats, fp8 and taken"):
-        formats.add(taken := dataclasses.replace(fp8, name="taken", storage=(E5M2,)))
-    del formats.FORMATS[taken.name]
+        formats.add(dataclasses.replace(fp8, name="taken", storage=(torch.float8_e4m3fnuz, E5M2)))
+    assert "taken" not in formats.FORMATS
+    assert formats.of(torch.float8_e4m3fnuz) is None
     formats.add(other)
     try:
         assert formats.named("other") is formats.of(torch.float8_e4m3fnuz) is other

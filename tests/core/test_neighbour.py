@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -129,3 +130,22 @@ def test_a_record_that_is_damaged_at_its_end_is_passed_over(store: CacheStore) -
     near.write_text(near.read_text()[:-30])
     with pytest.warns(CacheWarning, match="is not a valid record"):
         assert sizes(Neighbours(store), problem(m=128)) == [64]
+
+
+def test_an_interrupted_listing_is_repeated(
+    store: CacheStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Part of the records would be taken for all."""
+    for m in (64, 128):
+        save(store, problem(m=m))
+    neighbours, real = Neighbours(store), store.problems
+
+    def interrupted() -> Iterator[Any]:
+        yield next(iter(real()))
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "problems", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            neighbours.families()
+    assert sizes(neighbours, problem(m=100)) == [128, 64]

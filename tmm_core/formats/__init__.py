@@ -267,11 +267,14 @@ def add(form: Format) -> None:
     Raises:
         ValueError: Another format has its name, or is implied by one of its dtypes.
     """
-    if FORMATS.setdefault(form.name, form) is not form:
+    if FORMATS.get(form.name, form) is not form:
         raise ValueError(f"two formats are named {form.name!r}")
-    for dtype in form.storage if form.implied else ():
-        if IMPLIED.setdefault(dtype, form) is not form:
-            raise ValueError(f"{dtype} implies two formats, {IMPLIED[dtype].name} and {form.name}")
+    implied = form.storage if form.implied else ()
+    for dtype in implied:
+        if (other := IMPLIED.get(dtype, form)) is not form:
+            raise ValueError(f"{dtype} implies two formats, {other.name} and {form.name}")
+    FORMATS[form.name] = form
+    IMPLIED.update(dict.fromkeys(implied, form))
 
 
 def remove(form: Format) -> None:
