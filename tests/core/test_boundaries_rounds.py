@@ -168,6 +168,28 @@ def test_values_are_put_back_unless_an_input_was_altered() -> None:
     assert not a.any()
 
 
+@pytest.mark.parametrize("sampled", [False, True])
+def test_rows_are_gathered_from_as_many_rows_as_before(sampled: bool) -> None:
+    """The first of two sets has more rows than the second, and is the only one in less memory."""
+    instance = problem(m=40, n=8, k=8, groups=Groups(3, "m", torch.int64))
+    data = DataSets(instance, CPU, 1 << 26, sampled=sampled)
+    of = data.sets()[-1]
+    assert len(data.sets()) == 2 - sampled
+    before, given = of.inputs.a.clone(), of.inputs
+    rows: Any = given.rows
+    index = rows.a_index.clone()
+    with further_inputs.restoring(data):
+        made = Round(data, Plan("x", Recipe(alpha=2.0))).inputs
+        assert made.a is given.a
+        assert not torch.equal(made.a, before)
+        drawn: Any = made.rows
+        assert drawn.a_index is rows.a_index
+        assert drawn.read == rows.read == len(made.a)
+        assert int(drawn.a_index.max()) == len(made.a) - 1
+        assert not torch.equal(drawn.a_index, index)
+    assert data.changed_inputs() == []
+
+
 def test_the_largest_error_of_a_round() -> None:
     instance = problem(m=8, n=8, k=8, a=Operand(HALF), b=Operand(HALF), out=Operand(HALF))
     data = DataSets(instance, CPU, 1 << 26)
@@ -581,8 +603,12 @@ def test_results_of_n_d_operands_have_the_shape_of_the_call() -> None:
     instance = problem(m=6, n=8, k=4)
     y = torch.zeros(2, 3, 8)
     assert forms.flattened(y, (2, 3, 8), instance).shape == (6, 8)
-    for wrong in (y.view(6, 8), y.view(3, 2, 8), None):
-        with pytest.raises(forms.WrongError, match=r"for N-D operands it returned shape \("):
+    for wrong, shape in (
+        (y.view(6, 8), r"\(6, 8\)"), (y.view(3, 2, 8), r"\(3, 2, 8\)"), (None, r"\(\)"),
+        ((2, 3, 8), r"\(\)"),
+    ):  # fmt: skip
+        text = rf"^for N-D operands it returned shape {shape} and not \(2, 3, 8\)$"
+        with pytest.raises(forms.WrongError, match=text):
             forms.flattened(wrong, (2, 3, 8), instance)
 
 
@@ -978,6 +1004,56 @@ def test_results_of_two_threads_have_the_form_of_a_call(wrong: bool) -> None:
             list(checks.together())
     else:
         list(checks.together())
+
+
+def of_two_forms(other: Any) -> tuple[ways_of_use.WaysOfUse, list[str], list[Plan]]:
+    """Checks of a right launcher whose other form is ``other(y)``, with a list of launches by form
+    and the rounds."""
+    data = DataSets(problem(m=6, n=8, k=4), CPU, 1 << 26)
+    made: list[str] = []
+
+    def by(name: str, spoil: Any) -> Any:
+        def run(a: Any, b: Any, bias: Any, residual: Any, alpha: float, out: Any) -> Any:
+            made.append(name)
+            y = spoil(torch.matmul(a.detach(), b.detach()))
+            return y if out is None else out.copy_(y)
+
+        return run
+
+    checks = ways_of_use.WaysOfUse(data, by("usual", lambda y: y), True, False)
+    form = ways_of_use.WaysOfUse(data, by("form", other), True, False)
+    form.called = ", called as a plan's source"
+    checks._forms = [form]
+    return checks, made, further_inputs.plans_of(data)
+
+
+def test_each_form_is_launched_in_every_round_unless_only_values_are_unusual() -> None:
+    checks, made, plans = of_two_forms(lambda y: y)
+    list(checks.rounds())
+    outs = sum(plan.place in ("apart", "near") for plan in plans)
+    of_values = sum(plan.of_values for plan in plans)
+    assert (outs, of_values > 2) == (2, True)
+    assert made.count("usual") == len(plans) + outs
+    assert made.count("form") == len(plans) - of_values + outs
+    made.clear()
+    list(checks.rounds(1))
+    assert made == ["usual", "form"]
+
+
+@pytest.mark.parametrize(
+    ("way", "text"),
+    [
+        ("rounds", "with other values at the same addresses, called as a plan's source"),
+        ("together", "launched by two threads at once, called as a plan's source"),
+        ("forms", "2e-05, called as a plan's source"),
+        ("modes", "under inference mode, called as a plan's source"),
+    ],
+)
+def test_a_fault_names_the_form_that_has_it(way: str, text: str) -> None:
+    checks, _, _ = of_two_forms(lambda y: y + 1)
+    checked = checks.every_form()[1] if way == "modes" else checks
+    with pytest.raises(WrongError, match=f"{text}$"):
+        list(getattr(checked, way)())
 
 
 @pytest.mark.parametrize("body", [None, "statements"])

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -11,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 from _pytest.outcomes import Failed, Skipped
-from fakes import DEVICE, FakeKernel, problem
+from fakes import DEVICE, FakeConfig, FakeKernel, problem
 
-from tmm_core import Operand, Problem
+from tmm_core import Launcher, Operand, Problem, Traits
 from tmm_core.bench.case import Case
 from tmm_core.epilogues import BUILTIN, parse
 from tmm_core.formats import FORMATS, named
@@ -106,6 +109,93 @@ def test_a_kernel_that_serves_nothing_fails() -> None:
     suite(FakeKernel("k")).test_serves_something()
 
 
+class OfTiles(FakeKernel):
+    """Every element is ``value(tile, M)``; tiles have the ``orders`` of their sums."""
+
+    def __init__(self, orders: dict[int, str | None], value: Callable[[int, int], float]) -> None:
+        super().__init__("k", tiles=list(orders), traits=Traits(batch_invariant=True))
+        self.orders, self.value = orders, value
+
+    def arithmetic(self, problem: Problem, config: FakeConfig) -> str | None:
+        return self.orders[config.tile]
+
+    def bind(self, problem: Problem, config: FakeConfig) -> Launcher:
+        return lambda *given: given[-1].fill_(self.value(config.tile, problem.m))
+
+
+@pytest.mark.parametrize(
+    ("orders", "value", "fault"),
+    [
+        ({1: "a", 2: "b"}, lambda tile, m: 0.0, ""),
+        ({1: "a", 2: "b"}, lambda tile, m: tile * m, r"with tile=1 rows 0 to 1 of 43"),
+        ({1: "a", 2: "b"}, lambda tile, m: tile - 1 and m, r"tile=2 rows 0 to 1 of 43"),
+        ({1: "a"}, lambda tile, m: m == 42, r"tile=1 rows 0 to 42 of 43 differ in 3360 elements"),
+        # A config that batch-invariant mode never uses may round as it likes.
+        ({1: "a", 2: None}, lambda tile, m: tile - 1 and m, ""),
+    ],
+)  # fmt: skip
+def test_rows_have_the_same_bits_among_fewer_rows(
+    orders: dict[int, str | None], value: Callable[[int, int], float], fault: str
+) -> None:
+    checked = suite(OfTiles(orders, value))
+    with pytest.raises(AssertionError, match=fault) if fault else contextlib.nullcontext():
+        checked.test_batch_invariant()
+
+
+@pytest.mark.parametrize(
+    ("orders", "value", "fault"),
+    [
+        ({1: "a", 2: "a"}, lambda tile, m: 0.0, ""),
+        ({1: "a", 2: "a"}, lambda tile, m: tile,
+         r"one arithmetic for tile=1 and tile=2, which differ in 3440"),
+        ({1: "a", 2: "b", 3: "a"}, lambda tile, m: tile == 2, ""),
+        ({1: "a", 2: "b", 3: "b"}, lambda tile, m: tile == 3, r"tile=2 and tile=3"),
+        ({1: "a", 2: None, 3: None, 4: "a"}, lambda tile, m: tile in (2, 3) and tile, ""),
+    ],
+)  # fmt: skip
+def test_configs_of_one_arithmetic_have_the_same_bits(
+    orders: dict[int, str | None], value: Callable[[int, int], float], fault: str
+) -> None:
+    checked = suite(OfTiles(orders, value))
+    with pytest.raises(AssertionError, match=fault) if fault else contextlib.nullcontext():
+        checked.test_arithmetic()
+
+
+def test_claims_that_cannot_be_compared_are_skipped() -> None:
+    whole = OfTiles({1: "a", 2: "b"}, lambda tile, m: 0.0)
+    with pytest.raises(Skipped, match="no two configs share an arithmetic"):
+        suite(whole).test_arithmetic()
+    whole.against = lambda p: ["too few rows"] if p.m < 43 else []
+    with pytest.raises(Skipped, match="declines fewer rows than 43"):
+        suite(whole).test_batch_invariant()
+    modest = suite(FakeKernel("k", traits=Traits(deterministic=False, batch_invariant=False)))
+    for test in (modest.test_batch_invariant, modest.test_arithmetic):
+        with pytest.raises(Skipped, match="claims no batch invariance"):
+            test()
+    with pytest.raises(Skipped, match="claims no determinism"):
+        modest.test_deterministic()
+
+
+def test_each_run_of_a_deterministic_kernel_has_the_bits_of_the_first() -> None:
+    launches = itertools.count()
+    last = FakeKernel("k", spoil=lambda out: out.add_(next(launches) == 2))
+    with pytest.raises(AssertionError, match=r"run 2 of tile=1 differs"):
+        suite(last).test_deterministic()
+
+
+@pytest.mark.parametrize("declined", ["", "m", "n", "k"])
+def test_configs_are_tried_on_the_most_revealing_groups_along_each_dimension(declined: str) -> None:
+    checked = suite(FakeKernel("k", against=lambda p: ["no"] if p.along == declined else []))
+    tried: list[Problem] = []
+    checked._check_search_space = tried.append
+    checked.test_configs_of_ragged()
+    demanding = checked.demanding_ragged()
+    first = {along: next(p for p in demanding if p.along == along) for along in "mnk"}
+    first.pop(declined, None)
+    assert {problem.along: problem for problem in tried} == first
+    assert len(tried) == len(first)
+
+
 # -- probes --------------------------------------------------------------------------------
 
 
@@ -164,6 +254,15 @@ def test_no_probe_occurs_twice_and_k_has_whole_groups(name: str) -> None:
         assert whole_k(probe) == probe
         assert probe.device.type == "cpu"
         assert 0 in (probe.m, probe.n, probe.k, probe.batch) or name != "probes_of_empties"
+
+
+def test_a_suite_of_given_sizes_and_dtypes_has_these_alone() -> None:
+    sizes = ((4, 8, 16), (1, 2, 3))
+    made = suite(FakeKernel("k"), sizes=sizes, dtypes=(F32, BF16))
+    found = [(p.a.dtype, (p.m, p.n, p.k)) for p in made.probes_of_sizes()]
+    assert found == [(dtype, size) for dtype in (F32, BF16) for size in sizes]
+    usual = suite(FakeKernel("k"), dtypes=(F32,)).probes_of_sizes()
+    assert [(p.m, p.n, p.k) for p in usual] == list(SIZES["cpu"])
 
 
 def test_the_probes_have_every_layout_of_every_matrix() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes import FakeBlas, FakeKernel, dispatcher, problem, settings
+from fakes import DEVICE, FakeBlas, FakeKernel, dispatcher, problem, settings
 from tmm_cache import CacheWarning
 
 from tmm_core import CacheMissError, Traits
@@ -31,6 +31,30 @@ def test_a_miss_that_would_be_tuned_says_so_and_measures_nothing(tmp_path: Path)
     assert "chosen" not in text
     assert timer.measured == []
     assert not list(tmp_path.rglob("*.json*"))  # neither a record nor a miss
+
+
+def test_the_document_of_a_miss_and_of_a_record(tmp_path: Path) -> None:
+    """``tmm explain --json`` gives programs what the text gives people."""
+    kernels = FakeBlas(), FakeKernel("fast"), FakeKernel("odd", against=lambda p: ["m is even"])
+    d, _ = dispatcher(*kernels, times=TIMES, root=tmp_path)
+    common = {
+        "problem": problem(60).to_json(), "gpu": DEVICE.gpu, "arithmetic": None, "untried": {},
+        "able": ["blas", "fast"], "rejected": {"odd": ["m is even"]}, "cache": str(tmp_path),
+    }  # fmt: skip
+    why = explained(d, m=60)
+    assert why.miss is not None
+    assert why.to_json() == {
+        **common, "kernel": "blas", "config": {"tile": 1}, "origin": "tune",
+        "reason": why.miss.reason, "measured": None, "record": None,
+    }  # fmt: skip
+    d.choose(problem(60), settings())
+    why = explained(d, m=60)
+    assert why.record is not None
+    assert why.to_json() == {
+        **common, "kernel": "fast", "config": {"tile": 1}, "origin": "cache",
+        "reason": why.choice.reason, "measured": problem(64).to_json(),
+        "record": why.record.to_json(),
+    }  # fmt: skip
 
 
 def test_the_dry_run_agrees_with_the_call(tmp_path: Path) -> None:

@@ -86,4 +86,25 @@ REDRAWN = [
            "and all(map(plain, tensors))", "and any(map(plain, tensors))",
            "an operator with out takes lazy negations for kernels' operands",
            (f"{INTEROP}::test_out_is_written_by_a_kernel_only_among_plain_tensors",)),
+    Mutant("redrawn-configs-outside", "testing/conformance.py",
+           "return [c for c in configs if self.kernel.arithmetic(problem, c) is not None]",
+           "return list(configs)",
+           "a right kernel fails the suite by configs that batch-invariant mode never uses",
+           ("tests/core/test_boundaries_testing.py::"
+            "test_rows_have_the_same_bits_among_fewer_rows",)),
+    Mutant("redrawn-sizes-of-a-suite", "testing/probe_problems.py",
+           "sizes = self.sizes or SIZES[self._device().type]", "sizes = SIZES[self._device().type]",
+           "a kernel of a few sizes is tested on others",
+           ("tests/core/test_boundaries_testing.py::"
+            "test_a_suite_of_given_sizes_and_dtypes_has_these_alone",)),
+    Mutant("redrawn-rounds-of-forms", "verify/ways_of_use.py",
+           "forms[:1] if plan.of_values else forms", "forms[:1]",
+           "a plan's source is never launched on other strides and modes",
+           ("tests/core/test_boundaries_rounds.py::"
+            "test_each_form_is_launched_in_every_round_unless_only_values_are_unusual",)),
+    Mutant("redrawn-rows-gathered-from", "verify/further_inputs.py",
+           "    recipe = replace(recipe, reads=of.recipe.reads)  # the number of rows of `a` stays\n", "",
+           "kernels of gathered rows are not verified where memory is short",
+           ("tests/core/test_boundaries_rounds.py::"
+            "test_rows_are_gathered_from_as_many_rows_as_before",)),
 ]  # fmt: skip

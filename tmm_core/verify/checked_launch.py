@@ -111,6 +111,9 @@ class CheckedLauncher:
         slack: Factor on the tolerance.
     """
 
+    #: Names this form of the launcher in messages.
+    called = ""
+
     def __init__(
         self,
         data: DataSets,
@@ -283,7 +286,7 @@ class CheckedLauncher:
         self._check_released()
 
     def _compare(self, of: InputSet | Round, result: Tensor, when: str = "") -> None:
-        self._accept(of.error(result, self._data.at_once), of.called + when, of.slack)
+        self._accept(of.error(result, self._data.at_once), of.called + when + self.called, of.slack)
 
     def _accept(self, error: float, when: str, slack: float = 0.0) -> None:
         self._errors.append(error)

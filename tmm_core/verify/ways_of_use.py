@@ -40,8 +40,6 @@ class WaysOfUse(CheckedLauncher):
     """Further ways to launch a launcher; BLAS, which is not judged, has none. Methods raise
     :class:`WrongError` with the first fault."""
 
-    #: Names this form of the launcher in messages.
-    called = ""
     #: The checks of the launcher's other forms, once they are made.
     _forms: list[WaysOfUse] | None = None
 
@@ -50,7 +48,7 @@ class WaysOfUse(CheckedLauncher):
         up to ``limit`` shapes."""
         bound, problem, of = self._bound, self._data.problem, self._data.sets()[0]
         for form in self.every_form()[1:]:
-            form._try(of, form.called)
+            form._try(of)
             yield ()
         if len(self.every_form()) == 1 or bound.folded is None:
             return
@@ -127,7 +125,7 @@ class WaysOfUse(CheckedLauncher):
         if (out := of.out()) is not None:
             launch(", of the out it was given", into=out)
             if not out.intact():
-                raise WrongError(f"it wrote outside the out it was given{of.called}")
+                raise WrongError(f"it wrote outside the out it was given{of.called}{self.called}")
 
     def together(self) -> Steps[None]:
         """Launch on both sets from two threads at once, on two streams of a GPU."""
@@ -148,7 +146,7 @@ class WaysOfUse(CheckedLauncher):
             yield ()
             launcher: Any = self._outputs.apart if self._outputs else form._launcher
             for of, made in launch_together(data, launcher, pace, most, into):
-                when = f", launched by two threads at once{form.called}"
+                when = ", launched by two threads at once"
                 result, given = made if self._outputs else (made, ())
                 form._check_form(result)
                 form._compare(of, result, when)
