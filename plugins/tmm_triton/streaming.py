@@ -38,7 +38,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from tmm_core import Machine, Problem
+from tmm_core import ConfigError, Machine, Problem
 from tmm_core.triton import SEARCH_LIMITED
 from tmm_triton import roofline, word_decoders
 from tmm_triton.blocks import add_residual, affine, finish, store
@@ -522,6 +522,8 @@ class Streaming(TritonKernel[StreamingConfig]):
         return _LAUNCH_US + us * (1 + _ROW * problem.m)
 
     def builds(self, problem: Problem, config: StreamingConfig) -> list[Build]:
+        if problem.m > config.BLOCK_M:
+            raise ConfigError(f"{config} has tiles of fewer rows than {problem.m}")
         form = problem.b.form
         assert form is not None
         per = word_decoders.PER_WORD[form.name]

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from tmm_core import Config, Groups, Kernel, Launcher, Problem, Supports, Traits
+from tmm_core import Config, ConfigError, Groups, Kernel, Launcher, Problem, Supports, Traits
 from tmm_core.formats.grids import ROW, factors
 from tmm_core.spec.operand import Operand
 from tmm_core.testing import KernelConformance
@@ -342,6 +342,37 @@ class OneConfigIsWrong(Right):
         return launch_off
 
 
+class OneTileOfRows(Right):
+    """Its config for a single row writes no more than one tile of rows."""
+
+    def configs(self, problem: Problem) -> Iterable[Tile]:
+        return [self.default_config(problem)]
+
+    def default_config(self, problem: Problem) -> Tile:
+        return Tile(rows=16 if problem.m == 1 else 64)
+
+    def bind(self, problem: Problem, config: Tile) -> Launcher:
+        launch = super().bind(problem, config)
+
+        def launch_one(*arguments: Any, **extras: Any) -> Any:
+            out: Any = launch(*arguments, **extras)
+            return out.index_fill_(-2, torch.arange(config.rows, out.shape[-2]), torch.nan)
+
+        return launch_one
+
+
+class RefusesManyRows(OneTileOfRows):
+    def bind(self, problem: Problem, config: Tile) -> Launcher:
+        if config.rows < problem.m:
+            raise ConfigError(f"{config} has fewer rows than {problem.m}")
+        return super().bind(problem, config)
+
+
+class DeclinesOneRow(OneTileOfRows):
+    def declines(self, problem: Problem) -> list[str]:
+        return [*super().declines(problem), *["is for more rows"] * (problem.m == 1)]
+
+
 @dataclass(frozen=True, kw_only=True)
 class TupleTile(Tile):
     shape: tuple[int, ...] = (16, 16)
@@ -589,6 +620,19 @@ def test_a_right_kernel_passes(pytester: pytest.Pytester) -> None:
     assert outcomes["passed"] > 140
     # Four other dtypes, and two tests that need a GPU.
     assert outcomes["skipped"] == 6
+
+
+@pytest.mark.parametrize(
+    ("kernel", "outcome"),
+    [
+        (Right, "passed"), (RefusesManyRows, "passed"), (DeclinesOneRow, "skipped"),
+        (OneTileOfRows, "failed"),
+    ],
+)  # fmt: skip
+def test_configs_of_one_row_are_right_or_refused(
+    pytester: pytest.Pytester, kernel: type[Kernel[Any]], outcome: str
+) -> None:
+    assert run(pytester, kernel, "configs_of_one_row").parseoutcomes() == {outcome: 1}
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,22 @@ PACKED = [
         (f"{MIXED}::test_proposals_fit_the_gpu",),
     ),
     Mutant(
+        "streaming-rows",
+        STREAMING,
+        "if problem.m > config.BLOCK_M:",
+        "if problem.m > config.BLOCK_M + 1:",
+        "nine rows by a config for eight leave the last row unwritten",
+        ("tests/plugins/test_streaming.py::test_a_config_for_fewer_rows_is_refused",),
+    ),
+    Mutant(
+        "conformance-one-row",
+        "tmm_core/testing/conformance.py",
+        "others = set(self._configs(row)) - set(self._configs(problem))",
+        "others = set(self._configs(problem)) - set(self._configs(row))",
+        "the conformance suite tries no config of another size",
+        ("tests/core/test_testing.py::test_configs_of_one_row_are_right_or_refused",),
+    ),
+    Mutant(
         "mixed-overlap",
         "tmm_triton/mixed_input.py",
         "_OVERLAP = 2.5",

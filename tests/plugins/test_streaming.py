@@ -78,6 +78,14 @@ def test_config_bounds(change: dict[str, int]) -> None:
         StreamingConfig.from_json(FIELDS | change)
 
 
+def test_a_config_for_fewer_rows_is_refused() -> None:
+    """A tuning of 16 rows may try what won with 8."""
+    few = StreamingConfig(**FIELDS | {"BLOCK_M": 8})
+    assert Streaming().builds(replace(DECODE, m=8), few)
+    with pytest.raises(ConfigError, match="tiles of fewer rows than 9"):
+        Streaming().builds(replace(DECODE, m=9), few)
+
+
 @pytest.mark.parametrize(
     ("change", "strides"),
     [

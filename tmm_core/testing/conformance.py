@@ -43,6 +43,9 @@ from tmm_core.verify.verifier import Extent, Verifier
 #: Launches that must agree bit for bit.
 REPEATS = {"cuda": 12, "cpu": 2}
 
+#: Configs of one row that are tried on another problem: each is compiled.
+OF_ONE_ROW = 8
+
 #: GPU cycles to sleep, some 50 ms: much longer than a host takes to launch a kernel.
 LONG = 100_000_000
 
@@ -237,6 +240,22 @@ class KernelConformance(RaggedProblems):
         served = self._served(self.demanding_ragged())
         for problem in {problem.along: problem for problem in reversed(served)}.values():
             self._check_search_space(problem)
+
+    def test_configs_of_one_row(self) -> None:
+        """A config for a single row is right for more rows, or refused. Tunings try winners of near
+        products, and ``override`` takes any config."""
+        problem = self._served(self.demanding())[0]
+        row = replace(problem, m=1)
+        if self.kernel.reasons_against(row):
+            pytest.skip("declines a single row")
+        others = set(self._configs(row)) - set(self._configs(problem))
+        verifier = Verifier(problem, self._device())
+        for config in sorted(others, key=str)[:OF_ONE_ROW]:
+            try:
+                launcher = self.kernel.bind(problem, config)
+            except Exception:  # a refusal, as a tuning takes it
+                continue
+            self._verify(verifier, launcher, "brief", f"{config}: ")
 
     def test_configs_are_well_formed(self) -> None:
         """Configs are hashable, equal after a round trip through JSON, which is how records store
