@@ -174,6 +174,15 @@ def test_show_one_record_in_full(filled: CacheStore, capsys: Captured) -> None:
     assert "torch=2.13.0" not in capsys.readouterr().out
 
 
+def test_the_star_marks_the_winner_not_the_fastest(store: CacheStore, capsys: Captured) -> None:
+    """The winner is the fastest in steady state, which is not always the first of the table."""
+    store.save(GPU, ENVIRONMENT, record(candidates=(BLAS, SPLIT_K, SLOW), winner=0))
+    assert main(["show", digest(problem())]) == 0
+    rows = [cells(line) for line in capsys.readouterr().out.splitlines() if " ok " in line]
+    assert [row[0].split()[0] for row in rows] == ["triton.split_k", "*"]
+    assert rows[1][1] == "blas"
+
+
 def test_show_of_an_unknown_or_invalid_digest(filled: CacheStore, capsys: Captured) -> None:
     assert main(["show", "0000000000000000"]) == 1
     assert "no records match" in capsys.readouterr().err

@@ -148,6 +148,9 @@ def test_a_digest_collision_is_a_miss(store: CacheStore, monkeypatch: pytest.Mon
     assert store.load(GPU, ENVIRONMENT, problem()) == record()
     with warned("records another problem of the same digest"):
         assert store.load(GPU, ENVIRONMENT, problem(m=7)) is None
+    below = CacheStore(store.root.with_name("below"), [])
+    path = below.save(GPU, ENVIRONMENT, record(problem(m=7)))
+    assert CacheStore(layers=[below.root]).found(GPU, ENVIRONMENT, problem(m=7)) == path
 
 
 def test_an_unreadable_file_is_a_miss(store: CacheStore, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -149,6 +149,19 @@ def test_a_cpu_has_no_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     assert joined_in(lambda x, q, k: torch.cat((x @ q.t(), x @ k.t()), 1), x, q, k) == []
 
 
+def test_a_weight_whose_size_is_computed_stays_apart() -> None:
+    """The size may be computed after the first product, so the view cannot move before it."""
+    x, (q, k) = torch.randn(ROWS, K), [torch.randn(n // 2, 2 * K) for n in (32, 16)]
+    for each in (q, k):
+        torch._dynamo.mark_dynamic(each, 0)
+
+    def model(x: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        first = x @ q.reshape(2 * q.shape[0], K).t()
+        return torch.cat((first, x @ k.reshape(2 * k.shape[0], K).t()), 1)
+
+    assert joined_in(model, x, q, k) == []
+
+
 @pytest.mark.parametrize("rows", [MOST_ROWS, MOST_ROWS + 1])
 def test_the_limit_of_rows(rows: int) -> None:
     x, (q, k) = torch.randn(rows, K), weights(32, 16)
