@@ -670,6 +670,19 @@ def test_a_problem_nested_too_deeply_is_refused() -> None:
         fields.require_problem(problem() | {"x": deep})
 
 
+def test_an_environment_nested_too_deeply_to_be_written_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Reading JSON may reach deeper than writing it."""
+
+    def digest(value: Any) -> str:
+        raise RecursionError("maximum recursion depth exceeded")
+
+    monkeypatch.setattr(files, "digest", digest)
+    with pytest.raises(RecordError, match="environment: found a value that is not JSON"):
+        files.parse_environment(b"{}", "0" * 16)
+
+
 def test_samples_are_at_most_10_000_and_named_by_their_index() -> None:
     def read(samples: list[Any]) -> tuple[float, ...]:
         document = {**SPLIT_K.to_json(), "samples_us": samples}

@@ -202,6 +202,17 @@ def test_slices_of_a_sequence(part: slice, products: list[str]) -> None:
     assert products == expected[part.start, part.stop]
 
 
+def test_an_activation_that_a_sequence_calls_twice(products: list[str]) -> None:
+    """Once fused, and once after a layer without a product."""
+    act = nn.ReLU()
+    original = nn.Sequential(nn.Linear(12, 12), act, nn.LayerNorm(12), act, nn.Linear(12, 12), act)
+    converted, x = copy.deepcopy(original), randn(5, 12)
+    convert(converted)
+    with torch.no_grad():
+        assert_close(converted(x), original(x))
+    assert products == ["relu", "relu"]
+
+
 def test_a_sequence_that_grows_and_shrinks(products: list[str]) -> None:
     original = nn.Sequential(nn.Linear(12, 12), nn.ReLU(), nn.Linear(12, 12))
     converted, x = copy.deepcopy(original), randn(5, 12)

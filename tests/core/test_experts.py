@@ -20,6 +20,7 @@ from torch import nn
 import tmm_core
 from tmm_core.epilogues.clamped_swiglu import CLAMPED
 from tmm_core.nn import Experts, activation, convert, experts
+from tmm_core.quantized import Quantized
 
 Tensor = torch.Tensor
 
@@ -285,6 +286,24 @@ def test_layers_of_transformers_use_the_products(kind: type[Theirs], products: l
         half = layer.bfloat16()
         low = experts.forward(half, x, index, weights.half())
         assert low.dtype is torch.float64
+
+
+@pytest.mark.usefixtures("interface")
+def test_weights_of_ungated_experts_are_rounded() -> None:
+    class Layer(Ungated):
+        def forward(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+            raise AssertionError("tmm's is called")
+
+    layer = Layer().requires_grad_(False).bfloat16()
+    del layer.gate_up_proj
+    exact = {name: t.double() for name, t in layer.named_parameters()}
+    assert sorted(convert(nn.Sequential(layer), weights="int8").rounded) == [
+        "0.down_proj",
+        "0.up_proj",
+    ]
+    for name, parameter in layer.named_parameters():
+        assert isinstance(parameter, Quantized)
+        torch.testing.assert_close(parameter.dequantize().double(), exact[name], rtol=0, atol=0.05)
 
 
 class Gelu(Theirs):

@@ -86,6 +86,8 @@ class _Callable:
         (partial(F.gelu, approximate="other"), "Epilogue("),
         (partial(F.silu, scale=2), "Epilogue("),
         (partial(F.leaky_relu, negative_slope="x"), "could not convert"),
+        (partial(F.leaky_relu, torch.ones(2)), "Epilogue("),
+        (partial(nn.SiLU, inplace=True), "Epilogue("),
         (nn.Linear(2, 2), "Epilogue("),
         (3, "epilogue must be a str or an Epilogue, got int"),
     ],

@@ -372,6 +372,19 @@ def test_a_bias_has_the_shapes_that_linear_takes(
     torch.testing.assert_close(got, right)
 
 
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1), (4,), (4, 1), (1, 4), (1, 1, 1)], ids=str)
+def test_a_bias_of_the_product_by_a_vector(shape: tuple[int, ...]) -> None:
+    x, v, bias = torch.randn(4, 6), torch.randn(6), torch.randn(shape)
+    if len(shape) > 2 or shape in ((4, 1), (1, 4)):  # it would enlarge the result
+        with pytest.raises(ValueError, match=r"bias must have shape \(1,\) or broadcast"):
+            tmm_core.linear(x, v, bias)
+        return
+    expected = (x @ v + bias).reshape(4)
+    torch.testing.assert_close(tmm_core.linear(x, v, bias), expected)
+    out = torch.empty(4)
+    torch.testing.assert_close(tmm_core.linear(x, v, bias, epilogue="relu", out=out), F.relu(expected))
+
+
 def _fitting(shape: tuple[int, ...], to: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
     """Both, or a shape that is not ``to`` where they do not broadcast at all."""
     try:
