@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from tmm_blas import blas, cublaslt_blocks, dequantized, grouped_mm
 from tmm_blas.blas import Blas, BlasConfig
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tmm_core
 from tmm_core import Groups, Operand, Problem, Scale
@@ -241,6 +243,32 @@ def test_a_narrow_result_is_of_operands_as_wide_as_they_are(batch: tuple[int, ..
     wide = tmm_core.matmul(a.bfloat16(), b.bfloat16(), out_dtype=torch.float64, kernel="blas")
     expected = a.bfloat16().double() @ b.bfloat16().double()
     torch.testing.assert_close(wide, expected, rtol=1e-14, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("of_a", "of_b", "to", "wide"),
+    [
+        (BF16, BF16, FP32, FP32), (FP16, FP16, FP32, FP32), (FP16, BF16, FP32, FP32),
+        (FP16, FP32, FP16, FP32), (BF16, BF16, FP16, FP32), (FP32, FP32, FP16, FP32),
+        (BF16, BF16, torch.float64, torch.float64),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_only_a_gpu_multiplies_halves_of_one_dtype_into_fp32(
+    of_a: torch.dtype, of_b: torch.dtype, to: torch.dtype, wide: torch.dtype, device: str
+) -> None:
+    """Other operands are converted first, without loss."""
+    calls = []
+
+    def mm(a: Tensor, b: Tensor, **more: Any) -> Tensor:
+        calls.append((a.dtype, b.dtype, more))
+        return a
+
+    with FakeTensorMode():
+        a, b = (torch.empty(4, 4, dtype=of, device=device) for of in (of_a, of_b))
+        blas._wide(a, b, to, mm)
+    direct = device == "cuda" and of_a is of_b is not FP32 and to is FP32
+    assert calls == [(of_a, of_b, {"out_dtype": to}) if direct else (wide, wide, {})]
 
 
 # -- estimates ----------------------------------------------------------------------------

@@ -608,6 +608,28 @@ def test_the_search_space_fits_the_device(problem: Problem) -> None:
         assert products * config.accumulators <= (192 if wide else 128)
 
 
+@pytest.mark.parametrize("unaligned", [False, True])
+def test_consumers_share_the_registers_that_other_roles_leave(unaligned: bool) -> None:
+    """setmaxnreg takes multiples of 8 from 24 to 256. A producer's warp counts as a warpgroup."""
+    instances = PROBLEMS
+    if unaligned:
+        b = Operand(BF16, "col", aligned=False)
+        instances = [dataclasses.replace(problem(64, 4096, 4100), b=b)]
+    for instance in instances:
+        for config in KERNEL.configs(instance):
+            c = hopper_config.Constants.of(instance, config)
+            workers, warps = c.worker_registers, c.worker_warps
+            assert len(workers) == len(warps) == c.consumers + unaligned
+            assert all(24 <= each <= 240 and each % 8 == 0 for each in workers)
+            assert workers[c.consumers - 1] == 24
+            whole = c.groups * (65536 // (128 * c.groups) // 8 * 8)
+            used = sum(r * -(-w // 4) for r, w in zip(workers, warps, strict=True))
+            each = workers[0] if c.consumers > 1 else min(240, whole - used)
+            rest = whole - used - each * c.num_warps // 4  # the first consumer gets it too
+            assert rest >= 0
+            assert each == 240 or rest < 8 * c.consumers * c.num_warps // 4
+
+
 def tiles(problem: Problem, config: WarpSpecializedConfig) -> int:
     return -(-problem.m // config.BLOCK_M) * -(-problem.n // config.BLOCK_N)
 
