@@ -382,7 +382,9 @@ def test_a_bias_of_the_product_by_a_vector(shape: tuple[int, ...]) -> None:
     expected = (x @ v + bias).reshape(4)
     torch.testing.assert_close(tmm_core.linear(x, v, bias), expected)
     out = torch.empty(4)
-    torch.testing.assert_close(tmm_core.linear(x, v, bias, epilogue="relu", out=out), F.relu(expected))
+    torch.testing.assert_close(
+        tmm_core.linear(x, v, bias, epilogue="relu", out=out), F.relu(expected)
+    )
 
 
 def _fitting(shape: tuple[int, ...], to: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
