@@ -1592,6 +1592,23 @@ def test_each_kernel_is_explained_once(m: int, inside: bool, tmp_path: Path) -> 
     assert [row[2] for row in rows] == [ABSENT, ABSENT]  # there is no time of BLAS
 
 
+@pytest.mark.parametrize("mode", [False, True])
+def test_untried_kernels_of_a_problem_without_a_record_are_explained(
+    mode: bool, tmp_path: Path
+) -> None:
+    """Batch-invariant mode has records, and so notes, of its own."""
+    traits = Traits(deterministic=True, batch_invariant=True)
+    d, _ = dispatcher(FakeBlas(), FakeKernel("new", traits=traits), root=tmp_path)
+    for own, reason in ((False, "no disk"), (True, "no memory")):
+        bucket = problem(m=128, batch_invariant=own)
+        d.untried.note(bucket, set(), {("new", "1"): Obstacle("budget", reason)})
+    required = problem(m=120, deterministic=True, batch_invariant=mode)
+    found = explain_problem(d, required, settings())
+    again = "tried again by `tmm tune`, or when the toolchain changes"
+    assert found.record is None
+    assert found.untried == {"new": f"no {'memory' if mode else 'disk'}; {again}"}
+
+
 def test_kernels_that_are_not_used_say_why() -> None:
     d, _ = dispatcher(FakeBlas(), FakeKernel("off"), FakeKernel("odd"), FakeKernel("fine"))
     with pytest.warns(TmmWarning, match="is set aside: it is odd"):

@@ -197,6 +197,22 @@ def test_a_product_computed_by_an_import_is_answered_by_the_loaded_kernels() -> 
     assert seen == [["blas"], ["blas"]]
 
 
+def test_an_import_may_register_another_plugin() -> None:
+    """The rest of the load goes on as before, and calls meanwhile are answered as before."""
+    seen: list[list[str]] = []
+
+    class Registering(EntryPoint):
+        def load(self) -> Any:
+            r.register(plugin(FakeKernel("other")), "other")
+            seen.append(names(r))
+            return super().load()
+
+    r = registry(Registering("a", plugin(FakeKernel("a"))), baseline=FakeBlas)
+    assert names(r) == ["a", "blas", "other"]
+    assert seen == [["blas", "other"]]
+    assert r.faults() == []
+
+
 @pytest.mark.parametrize("works", [False, True])
 def test_a_plugin_of_which_a_part_works_is_partly_used(works: bool) -> None:
     kernels = [*([FakeKernel("fine")] if works else []), FakeKernel("")]

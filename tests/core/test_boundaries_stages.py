@@ -1011,6 +1011,11 @@ def test_after_the_deadline_each_kernel_estimates_one_config(
         ("blas", 1), ("blas", 2), ("slow", 1), ("slow", 2),
     ]  # fmt: skip
     assert one.empty == {kernel: BUDGET_ENDED}
+    # BLAS is queried in any case; its first estimate may take the rest of the time.
+    late = Slow("blas", tiles=(1, 2))
+    one = searched(problem(), [kernel, late], [kernel, late], deadline=Deadline(now + 0.5))
+    assert [(c.kernel.name, c.config.to_json()["tile"]) for c in one._estimates] == [("blas", 1)]
+    assert one.empty == {kernel: BUDGET_ENDED}
 
 
 @pytest.mark.parametrize(
@@ -1115,6 +1120,24 @@ def test_compiled_candidates_are_bound_and_after_the_deadline_only_blas() -> Non
     waiting["slow"].cancel()
     found = by_name(drained(made.some()))
     assert (list(found), str(found["slow"])) == (["slow"], BUDGET_ENDED)
+    assert drained(made.some()) == {}
+
+
+def test_where_no_thread_starts_one_candidate_is_bound_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Between them the tuning may show its progress and pass its deadline."""
+
+    def refused(thread: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(candidate_launchers, "start_thread", refused)
+    made = CandidateLaunchers(
+        SimpleNamespace(), 2, None, torch.device("cpu"), None, Deadline(math.inf), {}
+    )  # type: ignore[arg-type]
+    made._waiting |= futures(a=True, b=True, c=True)
+    for name in "abc":
+        assert list(by_name(drained(made.some()))) == [name]
     assert drained(made.some()) == {}
 
 

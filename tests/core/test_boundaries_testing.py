@@ -16,10 +16,10 @@ import torch
 from _pytest.outcomes import Failed, Skipped
 from fakes import DEVICE, FakeConfig, FakeKernel, problem
 
-from tmm_core import Launcher, Operand, Problem, Traits
+from tmm_core import Launcher, Operand, Problem, Traits, formats
 from tmm_core.bench.case import Case
 from tmm_core.epilogues import BUILTIN, parse
-from tmm_core.formats import FORMATS, named
+from tmm_core.formats import FORMATS, Format, named
 from tmm_core.formats.grids import ROW
 from tmm_core.spec.operand import Scale
 from tmm_core.testing import FormatConformance, KernelConformance, probe_problems
@@ -37,7 +37,7 @@ from tmm_core.tools import ranks
 from tmm_core.tools.cli import main
 
 CPU = torch.device("cpu")
-F32, BF16 = torch.float32, torch.bfloat16
+HALF, F32, BF16 = torch.float16, torch.float32, torch.bfloat16
 
 
 def suite(kernel: FakeKernel, **fields: Any) -> Any:
@@ -70,6 +70,17 @@ def test_a_result_is_right_within_the_tolerance_times_the_slack(slack: float, pa
         return
     with pytest.raises(Failed, match=r"k is wrong on 4x6x8-float32-nn.*:\nerror 4e-05 exceeds"):
         checked._check_result(tensors, off.float())
+
+
+@pytest.mark.parametrize(("slack", "passes"), [(1.0, False), (1.9, False), (2.1, True)])
+def test_a_kernel_is_verified_with_the_slack(slack: float, passes: bool) -> None:
+    def spoil(y: torch.Tensor) -> torch.Tensor:
+        return y + 2 * 2e-5 * (y.abs() + y.square().mean().sqrt())
+
+    checked = suite(FakeKernel("k", tiles=(3,), spoil=spoil), slack=slack)
+    fault = r"k is wrong on 4x6x8-float32-nn.*:\ntile=3: error [34]\S*e-05 exceeds"
+    with contextlib.nullcontext() if passes else pytest.raises(Failed, match=fault):
+        checked._check(checked._probe((4, 6, 8), F32))
 
 
 def test_elements_that_were_not_written_are_errors() -> None:
@@ -106,7 +117,20 @@ def test_a_kernel_that_serves_nothing_fails() -> None:
     never = FakeKernel("k", against=lambda p: ["never", "ever"])
     with pytest.raises(Failed, match="k declines every problem of the suite on cpu: never; ever"):
         suite(never).test_serves_something()
-    suite(FakeKernel("k")).test_serves_something()
+
+
+@pytest.mark.parametrize(
+    "serves",
+    [
+        lambda p: True, lambda p: p.groups, lambda p: p.along == "k",
+        lambda p: p.bias and not p.groups, lambda p: p.a.layout == "strided" and not p.groups,
+        lambda p: p.m == 1 and not p.groups,
+    ],
+    ids=["all", "groups", "sums of groups", "a bias", "gaps in a", "one row"],
+)  # fmt: skip
+def test_a_kernel_of_some_problems_serves_something(serves: Callable[[Problem], Any]) -> None:
+    of_some = FakeKernel("k", against=lambda p: [] if serves(p) else ["no"])
+    suite(of_some).test_serves_something()
 
 
 class OfTiles(FakeKernel):
@@ -437,6 +461,54 @@ def test_a_suite_of_small_sizes_has_no_size_below_one() -> None:
 def test_every_finite_code_of_a_format_is_tested(name: str, count: int) -> None:
     made: Any = type("Suite", (FormatConformance,), {"format": named(name)})()
     assert len(made._codes(made.format.storage[0])) == count
+
+
+class ForgetsZeros(Format):
+    def values(
+        self, stored: Any, scale: Any = None, zero: Any = None, *given: Any, **more: Any
+    ) -> Any:
+        return super().values(stored, scale, None, *given, **more)
+
+
+class PacksTheHighBitsFirst(Format):
+    def packed(self, codes: torch.Tensor, along: int = -1) -> torch.Tensor:
+        swapped = super().packed(codes, along)
+        return (swapped << 4) | (swapped >> 4)
+
+
+def one_too_large(block, dtype):  # type: ignore[no-untyped-def]  # compiled by Triton
+    return block.to(dtype) + 1
+
+
+def changed(name: str, kind: type[Format] = Format, **fields: Any) -> Format:
+    return kind(**{**vars(named(name)), "name": "mine", **fields})
+
+
+@pytest.mark.parametrize(
+    ("test", "wrong"),
+    [
+        ("stored_numbers_are_read_as_they_were_rounded",
+         changed("int8", quantize=lambda x, dtype: torch.where(x == 100, 99, x.round()).to(dtype))),
+        ("stored_numbers_are_read_as_they_were_rounded",
+         changed("int8", dequantize=lambda stored: stored.to(torch.int16))),
+        ("rounding_is_close",
+         changed("int8", quantize=lambda x, dtype: x.round().clamp(-128, 101).to(dtype))),
+        ("values_are_scaled", changed("int8", ForgetsZeros)),
+        ("values_are_scaled", changed("int4", PacksTheHighBitsFirst)),
+        ("a_quantised_tensor_stands_for_its_values", changed("int4", PacksTheHighBitsFirst)),
+        ("products", changed("int8", decode=one_too_large)),
+    ],
+)  # fmt: skip
+def test_a_wrong_format_fails(test: str, wrong: Format) -> None:
+    checked: Any = type("Suite", (FormatConformance,), {"format": wrong, "dtypes": (HALF,)})()
+    checked._device = lambda: CPU
+    given = (4, 8, 16, None, 0) if test == "products" else ()
+    formats.add(wrong)
+    try:
+        with pytest.raises(AssertionError):
+            getattr(checked, f"test_{test}")(*given)
+    finally:
+        formats.remove(wrong)
 
 
 def test_the_k_of_a_format_has_three_groups() -> None:

@@ -142,6 +142,28 @@ def test_the_reference_of_groups_is_zero_beyond_the_last() -> None:
     assert torch.allclose(some.float(), right[[5, 1]][:, [3]], atol=1e-5)
 
 
+def test_the_reference_of_gathered_scattered_and_weighted_rows_is_plain_mathematics() -> None:
+    """A weight belongs to a row in its group; the residual to the row of the result."""
+    groups = Groups(3, "m", torch.int64, torch.int64, torch.float32, True)
+    ends, m, n, k = (4, 4, 9), 11, 6, 5
+    index = torch.tensor([2, 0, 1, 1, 3, 0, 2, 3, 1, 0, 0])
+    there = torch.tensor([3, 8, 0, 6, 1, 7, 2, 5, 4, 9, 10])
+    a, b, bias = torch.randn(4, k), torch.randn(3, k, n), torch.randn(3, n)
+    residual, weights = torch.randn(m, n), torch.rand(m) + 0.5
+    instance = problem(
+        m=m, n=n, k=k, groups=groups, bias=torch.float32, residual=F32, scaled=True,
+        epilogue=parse("silu"),
+    )  # fmt: skip
+    rows = Rows(torch.tensor(ends), ends, 4, index, there, weights)
+    found = expected(instance, Inputs(a, b, bias, residual, alpha=2.0, rows=rows)).numbers
+    right = torch.zeros(m, n) if groups.zeroed else torch.empty(m, n)
+    for place in range(9):
+        group = 0 if place < 4 else 2
+        y = torch.nn.functional.silu(2 * a[index[place]] @ b[group] + bias[group])
+        right[there[place]] = y * weights[place] + residual[there[place]]
+    torch.testing.assert_close(found.float()[there[:9]], right[there[:9]], rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("along", ["m", "n", "k", None])
 @pytest.mark.parametrize("room", [1, compare.ROOM])
 def test_the_reference_in_pieces_is_plain_mathematics(along: Any, room: int) -> None:
@@ -646,6 +668,17 @@ def test_the_default_limit_of_a_cpu_is_a_sixteenth_of_its_memory() -> None:
     assert default_limit(CPU) == min(has // 16, 4 << 30)
     assert default_limit(CPU, math.inf) == has // 16
     assert default_limit(CPU, 5) == 5
+
+
+@pytest.mark.parametrize("error", [OSError, ValueError, AttributeError])
+def test_the_default_limit_of_a_system_that_does_not_report_its_memory(
+    error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unknown(name: str) -> int:
+        raise error(name)
+
+    monkeypatch.setattr(data_sets.os, "sysconf", unknown)
+    assert default_limit(CPU) == data_sets.MOST_MEMORY // 4
 
 
 def _sample(numbers: torch.Tensor) -> Sample:

@@ -133,6 +133,49 @@ def test_a_wrong_function_is_named_with_its_file_and_line(test: str) -> None:
     assert f"({__file__}:" in message
 
 
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize(
+    ("found", "exact", "limit", "fault"),
+    [
+        ([1.0, NAN, INF, -INF], [1.0, NAN, INF, -INF], 0.0, ""),
+        ([1.0, NAN], [1.0, 2.0], 0.5, "it is nan at -2, the reference has 2"),
+        ([1.0, 2.0], [1.0, NAN], 0.5, "it is 2 at -2, the reference has nan"),
+        ([1.0, INF], [1.0, -INF], 0.5, "it is inf at -2, the reference has -inf"),
+        ([1.0, 4.5], [1.0, 3.0], 0.375, ""),  # relative to the reference and one
+        ([0.9, 4.5], [1.0, 3.0], 0.374, "it is 4.5 at -2, the reference has 3; the tol.* is 0.4"),
+        ([1.0, 3.0 + 8e-5], [1.0, 3.0], None, ""),
+        ([1.0, 3.0 + 3e-4], [1.0, 3.0], None, "the tolerance is 6e-05"),
+    ],
+)
+def test_how_close_two_functions_are(
+    found: list[float], exact: list[float], limit: float | None, fault: str
+) -> None:
+    fields = {"epilogue": DOUBLE, "points": (-1.5, -2.0), "slack": 3.0}
+    suite: Any = type("Suite", (EpilogueConformance,), fields)()
+    given = [torch.tensor([[value] * 2 for value in values]) for values in (found, exact)]
+    if not fault:
+        suite._close(*given, "reference", limit)
+        return
+    with pytest.raises(pytest.fail.Exception, match=f"double: reference is wrong: .*{fault}"):
+        suite._close(*given, "reference", limit)
+
+
+@pytest.mark.parametrize("epilogue", [ELU, DOUBLE], ids=["parameters", "none"])
+def test_a_device_function_is_evaluated_with_other_parameters_and_in_a_chain(
+    epilogue: Epilogue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    epilogue = replace(epilogue, device=elu_device)
+    suite: Any = type("Suite", (EpilogueConformance,), {"epilogue": epilogue})()
+    monkeypatch.setattr("tmm_core.triton.device_function", lambda each: each)
+    evaluated: list[Epilogue] = []
+    suite._evaluated = lambda each, blocks: evaluated.append(each) or each.apply(*blocks)
+    suite.test_device()
+    others = [epilogue.with_parameters(1.25 * 1.5 + 0.5)] if epilogue.parameters else []
+    assert evaluated == [epilogue, *others, epilogue.then(parse("softcap(30)"))]
+
+
 def test_a_name_that_is_taken_is_reported() -> None:
     class Suite(EpilogueConformance):
         epilogue = replace(ELU, name="silu")

@@ -106,9 +106,12 @@ def test_a_launch_that_raises_ends_both_threads() -> None:
         def lie(self, right: Any, *given: Any) -> Any:
             raise SystemExit(3)
 
-    for pace in ("lines", "launches", "free"):
-        with pytest.raises(SystemExit):
-            wrong(Raises(), pace)  # type: ignore[arg-type]
+    paces: tuple[Pace, ...] = ("lines", "launches", "free")
+    for pace in paces:
+        data = Verifier(half(), CPU)
+        with pytest.raises(SystemExit) as raised:
+            launch_together(data, Raises().bind(half(), FakeConfig()), pace, 4)
+        assert data.raised is raised.value  # else verification would count it as its own
     assert not [t for t in threading.enumerate() if t.name == "tmm-verify"]
 
 

@@ -171,7 +171,8 @@ def explain_problem(dispatcher: Dispatcher, problem: Problem, settings: Settings
     found = dispatcher.record(problem)
     rejected = dispatcher.rejections(problem, settings)
     able = [k.name for k in dispatcher.registry.kernels() if k.name not in rejected]
-    noted = dispatcher.untried.get(found[0] if found else bucketed(problem.bare()))
+    key = dataclasses.replace(problem.bare(), batch_invariant=problem.batch_invariant)
+    noted = dispatcher.untried.get(found[0] if found else bucketed(key))
     left = {} if noted is None else {name: why for (name, _), why in noted.kernels.items()}
     return Explanation(
         problem=problem,

@@ -213,8 +213,10 @@ class Registry:
         for source, entry_point in found:
             self._load(source, entry_point)
         # All are registered before a hook is called: wrappers apply to other plugins' hooks.
+        # A plugin that an import registered has been called.
+        loaded = [(each, by) for each, by in self._plugins.values() if by in dict(found)]
         for ours in (True, False):
-            self._call_hooks([each for each, by in self._plugins.values() if by.is_ours is ours])
+            self._call_hooks([each for each, by in loaded if by.is_ours is ours])
         self._unreported += [fault for fault in self._faults if not fault.intended]
         self._loaded = True
 

@@ -165,7 +165,6 @@ class Search:
         self._hinted = _hinted(self._hints, new, problem)
         for hint in self._hinted:
             self._estimates.setdefault(hint, estimate_us(problem, hint.kernel, hint.config))
-            self._handed.discard(hint)
 
     def _estimated(
         self, kernel: Kernel[Any], configs: Sequence[Config], deadline: Deadline
