@@ -487,6 +487,7 @@ def test_a_plan_waits_for_a_choice_that_lasts(monkeypatch: pytest.MonkeyPatch) -
     """A call, unlike a plan, uses an interim choice."""
     slept: list[float] = []
     asked: list[str] = []
+    plan = SimpleNamespace()
 
     def bound(problem: Any, current: Any) -> Any:
         asked.append(current.on_cache_miss)
@@ -500,6 +501,12 @@ def test_a_plan_waits_for_a_choice_that_lasts(monkeypatch: pytest.MonkeyPatch) -
     call = Arguments(A, B)
     assert not warm.make_plan(call, IDENTITY, current, warm.describe, waits=False).choice.lasting
     assert (asked, slept) == (["background"], [])
+    made: list[bool] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(warm, "make_plan", lambda *given, waits: made.append(waits) or plan)
+        patch.setattr(warm, "epilogue_of", lambda text: IDENTITY)
+        assert warm._planned(call, warm.describe) is plan
+    assert made == [False]
     asked.clear()
     assert warm.make_plan(call, IDENTITY, current, warm.describe).choice.lasting
     assert (asked, slept) == (["tune"] * 4, [warm._POLL] * 3)
@@ -611,7 +618,9 @@ def test_a_plan_is_of_the_formats_that_it_was_made_for() -> None:
     a, weight = torch.randn(4, 32), torch.randn(6, 32)
     int8, fp8 = (tmm_core.quantize(weight, name) for name in ("int8", "fp8"))
     plan = tmm_core.plan(a, int8.mT)
-    torch.testing.assert_close(plan(a, int8.mT), tmm_core.matmul(a, int8.mT))
+    right = tmm_core.matmul(a, int8.mT)
+    torch.testing.assert_close(plan(a, int8.mT), right)
+    torch.testing.assert_close(plan(a, int8.mT.stored, scale_b=int8.mT.scale), right)
     with pytest.raises(ValueError, match=r"takes operands of formats .*int8.*, got .*"):
         plan(a, fp8.mT)
 

@@ -937,3 +937,13 @@ def test_a_config_comes_back_as_its_kernel_made_it() -> None:
         assert again == config
         assert vars(again) == vars(config)
         assert Candidate(checked, again).fields == {"tile": 1}
+
+
+def test_no_epilogue_is_none_or_an_empty_chain() -> None:
+    r = Registry()
+    assert r.epilogue(None) is IDENTITY
+    assert r.epilogue([]).is_identity
+    with pytest.raises(ValueError, match="cannot parse epilogue ''"):
+        r.epilogue("")
+    with pytest.raises(TypeError, match="must be a str or an Epilogue, got dict"):
+        r.epilogue({})  # type: ignore[arg-type]

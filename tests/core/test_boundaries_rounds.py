@@ -678,6 +678,80 @@ def test_outputs_are_judged_with_nan_and_inf_too(right: bool) -> None:
         checks._launched(made)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_no_output_holds_an_earlier_result_before_a_launch(dtype: torch.dtype) -> None:
+    """A launcher that does not write its output would seem right."""
+    chain = replace(
+        parse("identity"), outputs=(Port("x", "tile", dtype=dtype), Port("y", "row", reduce="sum"))
+    )
+    data = DataSets(problem(m=8, n=8, k=8, epilogue=chain), CPU, 1 << 26)
+    seen: list[bool] = []
+
+    def run(*given: Any, outputs: Any) -> torch.Tensor:
+        seen.extend(bool(t.isnan().all()) for t in outputs)
+        return torch.zeros(8, 8)
+
+    checks = ways_of_use.WaysOfUse(data, run, True, False)
+    outputs: Any = checks._outputs
+    for t in [torch.ones(64, dtype=dtype) for _ in range(4)]:
+        del t  # its memory is likely to be allocated next
+    _, made = outputs.apart(NONE)
+    assert seen == [True, True]
+    assert [(t.shape, t.dtype) for t in made] == [((8, 8), dtype), ((8,), torch.float32)]
+
+
+@pytest.mark.parametrize(
+    ("mode", "autocast", "grad", "inference"),
+    [
+        ("grad mode", False, True, False), ("no_grad", False, False, False),
+        ("inference mode", False, False, True), ("autocast", True, True, False),
+        ("autocast in inference mode", True, False, True),
+    ],
+)  # fmt: skip
+def test_the_modes_of_torch_in_which_a_launch_runs(
+    mode: Any, autocast: bool, grad: bool, inference: bool
+) -> None:
+    bf16 = Operand(torch.bfloat16)
+    data = DataSets(problem(m=8, n=8, k=8, a=bf16, b=bf16, out=bf16), CPU, 1 << 26)
+    seen: list[Any] = []
+
+    def run(a: Any, b: Any, bias: Any, residual: Any, alpha: float, out: Any) -> Any:
+        seen.append((torch.is_autocast_enabled("cpu"), torch.is_grad_enabled(),
+                     torch.is_inference_mode_enabled()))  # fmt: skip
+        assert not autocast or torch.get_autocast_dtype("cpu") is torch.bfloat16
+        return torch.matmul(a, b, out=out)
+
+    checks = ways_of_use.WaysOfUse(data, run, True, False)
+    checks._launch(data.sets()[0], mode=mode)
+    assert seen == [(autocast, grad, inference)]
+
+
+def test_every_mode_is_launched_with_and_without_an_output() -> None:
+    """Another form of a launcher is launched in further modes: the launcher was verified in these
+    before. Autocast is for problems of its dtypes."""
+    made: list[Any] = []
+
+    def modes(dtype: torch.dtype, called: str) -> list[Any]:
+        made.clear()
+        one = Operand(dtype)
+        data = DataSets(problem(m=8, n=8, k=8, a=one, b=one, out=one), CPU, 1 << 26)
+        checks = ways_of_use.WaysOfUse(data, NONE, True, False)
+        checks.called = called
+        checks._try = lambda of, when, mode, into=None: made.append((mode, into is not None, when))
+        list(checks.modes())
+        return list(made)
+
+    given = [(mode, True, f" of its out, under {mode}") for mode in ("grad mode", "no_grad")]
+    usual = [(mode, False, f", under {mode}") for mode in ("inference mode", "no_grad")]
+    cast, inside = "autocast", "autocast in inference mode"
+    allocating = [(mode, False, f", under {mode}") for mode in (cast, inside)]
+    given_cast = [(cast, True, f" of its out, under {cast}"), *given]
+    assert modes(F32, "") == given
+    assert modes(F32, ", called so") == [*usual, *given]
+    assert modes(HALF, "") == [*allocating, *given_cast]
+    assert modes(HALF, ", called so") == [*allocating, *usual, *given_cast]
+
+
 def test_writes_around_an_unusual_output_are_detected() -> None:
     data = DataSets(problem(m=8, n=8, k=8), CPU, 1 << 26)
     made = Round(data, Plan("x", Recipe(), "near", mode="no_grad"))

@@ -54,6 +54,9 @@ def test_the_problems_that_are_served_are_taken() -> None:
     assert [p.m for p in odd._served([problem(m=m) for m in (2, 4, 5, 7)])] == [5, 7]
     with pytest.raises(Skipped, match=r"^even$"):
         odd._served([problem(m=2), problem(m=4)])
+    never = suite(FakeKernel("k", against=lambda p: [f"M is {p.m}", "never"]))
+    with pytest.raises(Skipped, match=r"^M is 4; never$"):  # the last one's reasons
+        never._served([problem(m=2), problem(m=4)])
     with pytest.raises(Skipped, match=r"^even$"):
         odd._check(problem(m=2))
 
@@ -470,6 +473,14 @@ class ForgetsZeros(Format):
         return super().values(stored, scale, None, *given, **more)
 
 
+class ForgetsScalesOfGroups(Format):
+    def values(
+        self, stored: Any, scale: Any = None, zero: Any = None, dtype: Any = None,
+        block: Any = ROW, along: int = -1,
+    ) -> Any:  # fmt: skip
+        return super().values(stored, None if block[1] > 1 else scale, zero, dtype, block, along)
+
+
 class PacksTheHighBitsFirst(Format):
     def packed(self, codes: torch.Tensor, along: int = -1) -> torch.Tensor:
         swapped = super().packed(codes, along)
@@ -496,6 +507,7 @@ def changed(name: str, kind: type[Format] = Format, **fields: Any) -> Format:
         ("values_are_scaled", changed("int8", ForgetsZeros)),
         ("values_are_scaled", changed("int4", PacksTheHighBitsFirst)),
         ("a_quantised_tensor_stands_for_its_values", changed("int4", PacksTheHighBitsFirst)),
+        ("a_quantised_tensor_stands_for_its_values", changed("int8", ForgetsScalesOfGroups)),
         ("products", changed("int8", decode=one_too_large)),
     ],
 )  # fmt: skip

@@ -58,6 +58,7 @@ from tmm_core.verify.ragged_inputs import Inputs, Rows
 
 CPU = torch.device("cpu")
 F32, F16 = Operand(torch.float32), Operand(torch.float16)
+INT8 = Operand(torch.int8, format="int8", scale=Scale.parse("row"))
 NAN, INF = math.nan, math.inf
 BF16 = torch.bfloat16
 
@@ -1193,6 +1194,21 @@ def test_another_thread_may_remove_state_while_it_is_read_or_restored(tmp_path: 
     process_state._set_directory(str(tmp_path / "removed"))
 
 
+def test_a_module_that_a_launch_imports_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    piece = process_state._modules("imported_later", "get", "set")
+    set_to: list[int] = []
+    assert piece.read() is None
+    module = SimpleNamespace(get=lambda: 3, set=set_to.append)
+    monkeypatch.setitem(sys.modules, "imported_later", module)  # type: ignore[arg-type]
+    assert piece.read() == 3
+    piece.write(None)
+    assert set_to == []
+    piece.write(2)
+    assert set_to == [2]
+    monkeypatch.delitem(sys.modules, "imported_later")
+    piece.write(2)
+
+
 def test_features_that_a_system_lacks_do_not_count_as_state(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -1472,6 +1488,8 @@ def test_every_kind_of_groups_is_launched(dtype: torch.dtype) -> None:
     ("fields", "found"),
     [
         ({"m": 16, "n": 16, "k": 16}, {"b": "a"}), ({"m": 16, "n": 32, "k": 16}, {}),
+        ({"m": 16, "n": 32, "k": 16, "a": INT8, "b": replace(INT8, layout="col")}, {}),
+        ({"m": 32, "n": 32, "k": 16, "a": INT8, "b": replace(INT8, layout="col")}, {}),
         ({"m": 16, "n": 16, "k": 16, "residual": F32}, {"b": "a", "residual": "a"}),
         ({"m": 16, "n": 32, "k": 16, "residual": F32}, {"residual": "b"}),
         ({"m": 32, "n": 32, "k": 16, "b": Operand(torch.float32, "col")}, {"b": "a.mT"}),

@@ -32,7 +32,7 @@ from tmm_core import Epilogue, Port
 from tmm_core.epilogues import EPILOGUES
 from tmm_core.spec import epilogue as spec_epilogue
 from tmm_core.spec.epilogue import INTERNED
-from tmm_core.spec.identity import cells_of, lasting_text
+from tmm_core.spec.identity import Global, cells_of, lasting_text, reader_of
 
 Function = Callable[..., torch.Tensor]
 
@@ -626,6 +626,21 @@ def test_a_graph_has_an_epilogue_without_state_in_the_operator() -> None:
         assert not Epilogue("f", function).traces
     for other in ("device", "derivative", "output_vjp"):
         assert not Epilogue("f", Cap(), **{other: lambda z, *_: z * 2}).traces
+
+
+def test_which_variables_a_reader_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A variable of a cell or a module, as it is now; not one of a namespace that is no module,
+    whatever name it has."""
+    cell, module = types.CellType(1), types.ModuleType("of_variables")
+    monkeypatch.setitem(sys.modules, "of_variables", module)
+    vars(module)["x"] = 1
+    own = reader_of(Global(vars(module), "x"))
+    others = [{"x": 1}, {"x": 1, "__name__": "of_variables"}, {"x": 1, "__name__": "gone"}]
+    assert [reader_of(cell)(), own()] == [1, 1]
+    assert [reader_of(Global(other, "x"))() for other in others] == [None] * 3
+    in_cell = reader_of(cell)
+    cell.cell_contents = vars(module)["x"] = 2
+    assert [in_cell(), own()] == [2, 2]
 
 
 @pytest.mark.parametrize("module", [None, "math"])

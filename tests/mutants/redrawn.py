@@ -107,4 +107,30 @@ REDRAWN = [
            "kernels of gathered rows are not verified where memory is short",
            ("tests/core/test_boundaries_rounds.py::"
             "test_rows_are_gathered_from_as_many_rows_as_before",)),
+    Mutant("redrawn-same-output", "verify/verifier.py",
+           "into = None if self._data.allocates else self._data.out(1)",
+           "into = None if self._data.allocates else self._data.out(0)",
+           "repeated launches are compared with themselves",
+           ("tests/core/test_verifier.py::"
+            "test_other_bits_are_a_fault_of_deterministic_kernels_alone",)),
+    Mutant("redrawn-weights-of-places", "verify/compare.py",
+           "given.out_weights[rows].to(y.dtype)", "given.out_weights[at].to(y.dtype)",
+           "right kernels of scattered and weighted rows are refused",
+           ("tests/core/test_boundaries_verify.py::"
+            "test_the_reference_of_gathered_scattered_and_weighted_rows_is_plain_mathematics",)),
+    Mutant("redrawn-loading-ends", "registry/registry.py",
+           "            self._loading = outer", "            self._loading = False",
+           "an import that registers a plugin starts a second load inside the first",
+           ("tests/core/test_boundaries_registry.py::"
+            "test_an_import_may_register_another_plugin",)),
+    Mutant("redrawn-autocast-inside", "verify/checked_launch.py",
+           'if mode.startswith("autocast"):', 'if mode == "autocast":',
+           "no launch is verified under autocast in inference mode",
+           ("tests/core/test_boundaries_rounds.py::"
+            "test_the_modes_of_torch_in_which_a_launch_runs",)),
+    Mutant("redrawn-binds-all-at-once", "tuning/candidate_launchers.py",
+           "if self._binding or self._outcomes:", "if self._binding:",
+           "where no thread starts, all candidates are bound in one step",
+           ("tests/core/test_boundaries_stages.py::"
+            "test_where_no_thread_starts_one_candidate_is_bound_at_a_time",)),
 ]  # fmt: skip
