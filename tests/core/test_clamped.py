@@ -4,9 +4,10 @@ proof."""
 from __future__ import annotations
 
 import pickle
+import types
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -168,6 +169,71 @@ def test_other_gates_are_not_recognised(case: str) -> None:
 def test_a_graph_traced_before_leaves_it_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     assert activation.gate_epilogue(Layer(), Layer.gate) is None
+
+
+class Halves(torch.nn.Module):
+    cap: Any = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.act_fn = torch.nn.SiLU()
+
+    def gate(self: Any, z: Tensor) -> Tensor:
+        gate, up = z.chunk(2, -1)
+        if self.cap is not None:
+            gate = torch.tanh(gate.float() / self.cap).to(gate.dtype) * self.cap
+        return cast(Tensor, self.act_fn(gate) * up)
+
+    def swapped(self: Any, z: Tensor) -> Tensor:
+        up, gate = z.chunk(2, -1)
+        return cast(Tensor, self.act_fn(gate) * up)
+
+    def always_silu(self: Any, z: Tensor) -> Tensor:
+        gate, up = z.chunk(2, -1)
+        return torch.nn.functional.silu(gate) * up
+
+    def limited(self: Any, z: Tensor) -> Tensor:
+        gate, up = z.chunk(2, -1)
+        return cast(Tensor, self.act_fn(gate.clamp(max=self.cap or 1e29)) * up)
+
+    def configured(self: Any, z: Tensor) -> Tensor:
+        return Halves.gate(self, z) * self.config.factor
+
+
+def test_a_gate_of_halves_is_known_by_its_values_and_attributes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Transformers' own gates may cap or limit what they multiply: then they are not fused."""
+    monkeypatch.setattr(activation, "_of_halves", [])
+    layer, capped = Halves(), Halves()
+    capped.cap = 4.0
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.compiler, "is_compiling", lambda: True)
+        assert not activation.multiplies_halves(layer, Halves.gate)
+    assert not activation.multiplies_halves(capped, Halves.gate)
+    assert activation.multiplies_halves(layer, Halves.gate)
+    assert not activation.multiplies_halves(capped, Halves.gate)
+    assert len(activation._of_halves) == 2
+    for gate in (Halves.swapped, Halves.always_silu, Halves.limited):
+        assert not activation.multiplies_halves(layer, gate)
+
+
+def test_a_gate_that_reads_objects_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(activation, "_of_halves", [])
+    layer: Any = Halves()
+    layer.config = types.SimpleNamespace(factor=1.0)
+    assert not activation.multiplies_halves(layer, Halves.configured)
+    assert not activation._of_halves
+
+
+def test_the_last_gates_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(activation, "_of_halves", [])
+    monkeypatch.setattr(activation, "_MOST_OF_HALVES", 2)
+    layer = Halves()
+    for cap in (1.0, 2.0, 3.0):
+        layer.cap = cap
+        assert not activation.multiplies_halves(layer, Halves.gate)
+    assert [dict(known.reads)["cap"] for known in activation._of_halves] == [2.0, 3.0]
 
 
 def test_it_is_not_a_builtin_epilogue() -> None:

@@ -20,8 +20,8 @@ from torch import fx, nn
 
 from tmm_core import compat
 from tmm_core.epilogues import ACTIVATIONS, EPILOGUES, TOLERANCE, named
-from tmm_core.nn.reached import CALLS, Reached, calls_of
-from tmm_core.nn.trace import NotProvenError, Reads, trace, trace_method
+from tmm_core.nn.reached import CALLS, Reached, body, calls_of
+from tmm_core.nn.trace import CONSTANTS, NotProvenError, Reads, nested, trace, trace_method
 
 _FUNCTIONS = (F.relu, F.leaky_relu, F.gelu, F.silu, F.softplus, F.sigmoid, F.tanh)
 _OPERATORS = (operator.add, operator.sub, operator.mul, operator.truediv, operator.pow)
@@ -178,9 +178,58 @@ def of_node(node: fx.Node, candidates: Iterable[str] = ACTIVATIONS) -> str | Non
     return named(apply, candidates)
 
 
-# -- the gate of gpt-oss's experts -----------------------------------------------------------------
+# -- the gates of Transformers' experts ------------------------------------------------------------
 
 Gate = Callable[[Any, torch.Tensor], torch.Tensor]
+
+
+class _OfHalves(NamedTuple):
+    """Whether a gate multiplies an activation by a half with these attributes of the layer."""
+
+    function: Gate
+    reached: Reached
+    reads: Reads
+    multiplies: bool
+
+
+_MOST_OF_HALVES = 64
+#: The last ones that were examined.
+_of_halves: list[_OfHalves] = []
+
+
+def multiplies_halves(layer: nn.Module, gate: Gate) -> bool:
+    """Whether ``gate(layer, product)`` multiplies ``act_fn`` of the first half of the columns by
+    the second half, by its values on a grid.
+
+    ``gate`` must be a library's. Its values depend on constants of the layer, such as the limits of
+    a clamp. False also if it was not examined before a graph is traced.
+    """
+    for known in _of_halves:
+        same = known.function is gate and known.reached.holds(layer)
+        if same and all(getattr(layer, name, None) == value for name, value in known.reads):
+            return known.multiplies
+    if torch.compiler.is_compiling():
+        return False
+    names = {name for code in nested(gate.__code__) for name in code.co_names} - {"act_fn"}
+    reads = {n: getattr(layer, n, None) for n in sorted(names) if not hasattr(nn.Module, n)}
+    if not all(isinstance(value, CONSTANTS) for value in reads.values()):
+        return False
+    multiplies = _is_of_halves(gate, reads)
+    _of_halves.append(_OfHalves(gate, Reached((body(gate),)), tuple(reads.items()), multiplies))
+    del _of_halves[:-_MOST_OF_HALVES]
+    return multiplies
+
+
+def _is_of_halves(gate: Any, reads: dict[str, Any]) -> bool:
+    near = torch.linspace(-3.0, 3.0, 61, dtype=torch.float64, device="cpu")
+    points = torch.cat([near * factor for factor in (1.0, 10.0, 1e3, 1e30)])
+    halves = torch.meshgrid(points, points, indexing="ij")
+    stand_in = types.SimpleNamespace(**reads, act_fn=torch.square)
+    with suppress(Exception):  # the library's code, on a stand-in of its layer
+        result = gate(stand_in, torch.cat(halves, -1))
+        return torch.equal(result, halves[0].square() * halves[1])
+    return False
+
 
 #: The attribute of a layer that stores its :class:`_Gate`.
 _KEPT_GATE = "_tmm_gate"

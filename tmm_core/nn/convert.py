@@ -20,6 +20,7 @@ from torch import nn
 
 from tmm_core import compat
 from tmm_core.errors import reraise, warn
+from tmm_core.interop import autograd_state
 from tmm_core.nn import (
     conv1d,
     experts,
@@ -388,7 +389,9 @@ def _grouped(kind: Any) -> Any:
 
     @functools.wraps(theirs)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if kind.forward is not theirs:
+        # Products of quantised weights have no gradients; those of Transformers may have some.
+        trains = autograd_state.recorded(*args, *kwargs.values())
+        if kind.forward is not theirs or (trains and stored_experts.quantised(self)):
             return kind.forward(self, *args, **kwargs)
         return experts.forward(self, *args, **kwargs)
 

@@ -18,7 +18,7 @@ from torch import nn
 from tmm_core import compat, grouped
 from tmm_core.epilogues import GATED_BY
 from tmm_core.nn import stored_experts, stored_weights
-from tmm_core.nn.activation import activated_by, gate_epilogue
+from tmm_core.nn.activation import activated_by, gate_epilogue, multiplies_halves
 from tmm_core.nn.gated_layers import gated_by
 from tmm_core.quantized import Quantized
 from tmm_core.spec.epilogue import EpilogueLike
@@ -224,11 +224,10 @@ def _gate_of(layer: Any) -> tuple[str | None, Any]:
         return None, layer._apply_gate
     gate = gate_kind(layer)._apply_gate
     default = getattr(sys.modules.get(_THEIRS), "_default_apply_gate", None)
-    if gate is default and layer.is_concatenated and name in GATED_BY:
+    known = (gate is default and layer.is_concatenated) or stored_experts.owns(gate)
+    if known and name in GATED_BY and multiplies_halves(layer, gate):
         return GATED_BY[name], None
     if not layer.is_concatenated and (found := gate_epilogue(layer, gate)) is not None:
-        return found, None
-    if (found := stored_experts.gate_of(layer, gate, name)) is not None:
         return found, None
     return None, functools.partial(gate, layer)
 

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from tmm_core.epilogues import GATED_BY
 from tmm_core.errors import reraise
 from tmm_core.nn.classes import defined_by, loaded
 from tmm_core.nn.stored_weights import in_fp32
@@ -48,6 +47,11 @@ def of(layer: Any, name: str) -> Tensor:
     return Quantized(weight, scale.repeat_interleave(rows, -2), format="fp8")
 
 
+def quantised(layer: Any) -> bool:
+    """Whether the weights of an expert layer are quantised."""
+    return isinstance(of(layer, "down_proj"), Quantized)
+
+
 def is_fp8(layer: Any) -> bool:
     """Whether Transformers' layer, of experts or linear, stores its weights in e4m3 and computes
     the scales of its activations at each call."""
@@ -78,11 +82,7 @@ def out_of_reach(layer: nn.Module) -> str | None:
     )
 
 
-def gate_of(layer: nn.Module, gate: Any, activation: str | None) -> str | None:
-    """Return the gated epilogue of ``FP8Experts``'s own gate; None for another gate, or if it
-    clamps."""
+def owns(gate: Any) -> bool:
+    """Whether ``gate`` is the gate of ``FP8Experts``."""
     theirs = loaded("transformers.integrations.finegrained_fp8", "FP8Experts")
-    if theirs is None or gate is not theirs._apply_gate or not defined_by(gate, theirs):
-        return None
-    clamps = [getattr(layer, name, None) for name in ("swiglu_alpha", "limit")]
-    return None if clamps != [None, None] else GATED_BY.get(activation or "")
+    return theirs is not None and gate is theirs._apply_gate and defined_by(gate, theirs)

@@ -28,7 +28,7 @@ from tmm_core.errors import error_message, reraise
 from tmm_core.nn.reached import Reached, body, is_torchs
 
 #: Values that cannot change in place; a comparison shows whether the attribute was assigned anew.
-_CONSTANTS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.memory_format)
+CONSTANTS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.memory_format)
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
 #: Where a module keeps its parameters, buffers and children.
 _MEMBERS = ("_parameters", "_buffers", "_modules")
@@ -316,7 +316,7 @@ class _Names:
             parts = value.func, *value.args, *value.keywords.values()
         for part in parts:
             called = isinstance(part, _FUNCTIONS) and part in self._targets
-            if not called and not isinstance(part, _CONSTANTS):
+            if not called and not isinstance(part, CONSTANTS):
                 raise NotProvenError(f"its forward reads {name}, which may change unnoticed")
         return value
 
@@ -331,12 +331,12 @@ def _is_pure(name: str, scope: dict[str, Any], targets: set[Any]) -> bool:
         value = scope[name]
         pure = any(value is module for module in (*_TORCH, math))
         called = isinstance(value, _FUNCTIONS) and value in targets
-        return pure or called or isinstance(value, _CONSTANTS)
+        return pure or called or isinstance(value, CONSTANTS)
     if hasattr(math, name) or hasattr(torch.Tensor, name):
         return True
     found = [getattr(owner, name) for owner in _TORCH if hasattr(owner, name)]
     return bool(found) and all(
-        isinstance(value, _CONSTANTS) or any(value is owner for owner in _TORCH) for value in found
+        isinstance(value, CONSTANTS) or any(value is owner for owner in _TORCH) for value in found
     )
 
 
