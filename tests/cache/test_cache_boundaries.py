@@ -670,17 +670,16 @@ def test_a_problem_nested_too_deeply_is_refused() -> None:
         fields.require_problem(problem() | {"x": deep})
 
 
-def test_an_environment_nested_too_deeply_to_be_written_is_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Reading JSON may reach deeper than writing it."""
-
-    def digest(value: Any) -> str:
-        raise RecursionError("maximum recursion depth exceeded")
-
-    monkeypatch.setattr(files, "digest", digest)
-    with pytest.raises(RecordError, match="environment: found a value that is not JSON"):
-        files.parse_environment(b"{}", "0" * 16)
+def test_values_of_any_depth_are_read_or_refused(tmp_path: Path) -> None:
+    """Some depths can be read but not written."""
+    for depth in range(850, 1050):
+        deep = "[" * depth + "]" * depth
+        item = f'{{"gpu": "x", "environment": {{"a": {deep}}}, "record": {{}}}}'
+        (tmp_path / "file").write_text(f'{{"lock": 1, "records": [{item}], "checksum": "0"}}')
+        with pytest.raises(UsageError, match="is not a file of records"):
+            transport.Transport(tmp_path / "file")
+        with pytest.raises(RecordError, match="environment: |recursion"):
+            files.parse_environment(f'{{"a": {deep}}}'.encode(), "0" * 16)
 
 
 def test_samples_are_at_most_10_000_and_named_by_their_index() -> None:

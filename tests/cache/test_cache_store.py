@@ -11,7 +11,7 @@ from types import MappingProxyType
 import pytest
 from cache_builders import ENVIRONMENT, GPU, OLDER_ENVIRONMENT, mark_of, problem, record
 from msgspec.structs import replace
-from tmm_cache import CacheStore, RecordError, Summary, TuningRecord, digest
+from tmm_cache import CacheStore, CacheWarning, RecordError, Summary, TuningRecord, digest
 
 
 def test_round_trip_leaves_one_readable_document(store: CacheStore) -> None:
@@ -191,3 +191,9 @@ def test_a_save_replaces_a_held_record(store: CacheStore) -> None:
     store.hold(GPU, ENVIRONMENT, record(mark="held"))
     store.save(GPU, ENVIRONMENT, record(mark="newer"))
     assert store.load(GPU, ENVIRONMENT, problem()) == record(mark="newer")
+    folder = store.path(GPU, ENVIRONMENT, problem()).parent
+    folder.rename(folder.with_name("moved"))
+    folder.write_text("not a folder")
+    with pytest.warns(CacheWarning, match="cannot be written"):
+        assert store.save(GPU, ENVIRONMENT, record(mark="newest")) is None
+    assert store.load(GPU, ENVIRONMENT, problem()) == record(mark="newest")

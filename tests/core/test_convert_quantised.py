@@ -182,6 +182,17 @@ def test_gate_and_up_that_were_quantised_before_are_one_product(
         assert_close(mlp(x), expected, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("learns", [True, False])
+def test_a_weight_learns_again_after_undo_if_it_did_before(learns: bool) -> None:
+    model = nn.Sequential(nn.Linear(8, 4), nn.ReLU()).requires_grad_(learns)
+    report = convert(model, weights="int8")
+    assert report.rounded == ["0.weight"]
+    assert not model[0].weight.requires_grad
+    report.undo()
+    assert [p.requires_grad for p in model.parameters()] == [learns, learns]
+    assert model[0].weight.grad is None
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e5m2])
 def test_an_fp8_linear_whose_weight_is_stored_otherwise(dtype: torch.dtype) -> None:
     weight = nn.Parameter(torch.ones(4, 8).to(dtype), requires_grad=False)

@@ -529,6 +529,21 @@ def test_the_interpreter_casts_bf16_by_its_value(kind: str, value: float, bits: 
     assert found.data.tolist() == [bits]
 
 
+@pytest.mark.parametrize(("kind", "largest"), [("float8e4nv", 448.0), ("float8e5", 57344.0)])
+@interpreted
+def test_the_interpreter_rounds_to_8_bits_as_a_gpu_does(kind: str, largest: float) -> None:
+    """Values out of range become the largest number of their sign. NaN stays NaN."""
+    _mend()
+    inf = float("inf")
+    values = torch.tensor([1e30, -1e30, inf, -inf, 1.0625, -1.1875, float("nan")])
+    block = interpreter.TensorHandle(values.numpy(), tl.float32)
+    builder = interpreter.interpreter_builder
+    stored = builder.create_fp_to_fp(block, getattr(tl, kind), None)
+    found = builder.create_fp_to_fp(stored, tl.float32, None).data.tolist()
+    assert found[:6] == [largest, -largest, largest, -largest, 1.0, -1.25]
+    assert found[6] != found[6]
+
+
 # -- what reports say of kernels -----------------------------------------------------------------
 
 
