@@ -151,6 +151,26 @@ def test_hqq() -> None:
     for name in ("nbits", "group_size", "shape", "scale", "zero"):
         with pytest.raises(ValueError, match=f"lacks {name}$"):
             Quantized.from_hqq(w_q, {key: value for key, value in meta.items() if key != name})
+    for name in ("axis", "packing"):  # older files lack them
+        check(Quantized.from_hqq(w_q, {k: v for k, v in meta.items() if k != name}), values)
+    for name in ("scale", "zero"):
+        wrong = {**meta, name: meta[name][1:]}
+        with pytest.raises(ValueError, match=f"{name} must have one number per group"):
+            Quantized.from_hqq(w_q, wrong)
+    for wrong in (w_q[1:], w_q.to(torch.int8)):
+        with pytest.raises(ValueError, match=r"W_q must be uint8 of \d+ × \d+ numbers"):
+            Quantized.from_hqq(wrong, meta)
+    with pytest.raises(ValueError, match="in groups of 7; got"):
+        Quantized.from_hqq(w_q, {**meta, "group_size": 7})
+
+
+def test_hqq_without_groups() -> None:
+    """A row is one group where the size of groups is None."""
+    codes = torch.randint(0, 16, (4, K))
+    scale, zero = torch.rand(4, 1) + 0.5, torch.rand(4, 1) * 15
+    w_q = (codes[:2] << 4 | codes[2:]).to(torch.uint8)
+    meta = {"nbits": 4, "group_size": None, "shape": (4, K), "scale": scale, "zero": zero}
+    check(Quantized.from_hqq(w_q, meta), (codes.double() - zero.double()) * scale.double())
 
 
 def test_block_scaled_fp8() -> None:

@@ -202,6 +202,16 @@ def test_slices_of_a_sequence(part: slice, products: list[str]) -> None:
     assert products == expected[part.start, part.stop]
 
 
+def test_a_converted_class_has_the_name_and_the_documentation_of_its_own() -> None:
+    model = nn.Sequential(nn.Linear(12, 12), nn.ReLU())
+    before = type(model)
+    convert(model)
+    now = type(model)
+    assert now is not before
+    names = "__doc__", "__name__", "__qualname__", "__module__"
+    assert [getattr(now, name) for name in names] == [getattr(before, name) for name in names]
+
+
 def test_an_activation_that_a_sequence_calls_twice(products: list[str]) -> None:
     """Once fused, and once after a layer without a product."""
     act = nn.ReLU()

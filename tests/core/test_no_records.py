@@ -113,6 +113,24 @@ def test_a_wrong_or_failing_candidate_is_not_the_best(monkeypatch: pytest.Monkey
     assert "no compiler" in found["failed"]['fake.lame {"tile": 4}']
 
 
+@pytest.mark.parametrize("chosen", [1, 9])
+def test_the_fastest_race_with_blas_and_the_choice(
+    chosen: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither BLAS, nor the choice, nor a wrong candidate takes the place of another."""
+    register(
+        Wide("fake.wide", tiles=range(1, 11)),
+        FakeKernel("fake.wrong", tiles=(11,), spoil=lambda out: out + 1),
+    )
+    us = {number: 1.0 + number / 10 for number in range(1, 11)} | {11: 0.5}
+    found = searched(monkeypatch, us, tile(chosen, 9))
+    raced = {int(name.split()[-1][:-1]) for name in found["us"] if name.startswith("fake")}
+    others = [number for number in range(1, 11) if number != chosen]
+    assert raced == {chosen, *others[: exhaustive.FINALISTS]}
+    assert len(found["us"]) == exhaustive.FINALISTS + 2
+    assert found["best"] == 'fake.wide {"tile": 1}'
+
+
 def test_searches_share_compiled_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their compile cache is not the tunings', which starts empty."""
     folders = []

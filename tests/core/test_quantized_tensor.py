@@ -417,6 +417,13 @@ def test_gradients_that_no_product_has(pair: tuple[Quantized, Tensor]) -> None:
         assert scale.grad is not None
         with pytest.raises(RuntimeError, match="has no gradient"):
             tmm_core.linear(X, learnt)
+    if weight.zero is not None and weight.zero.is_floating_point():
+        zero = weight.zero.clone().requires_grad_()
+        how: dict[str, Any] = {"format": weight.format, "block": _named(weight)}
+        learnt = Quantized(weight.stored, weight.scale, zero, **how)
+        assert learnt.requires_grad
+        with pytest.raises(RuntimeError, match="has no gradient"):
+            tmm_core.linear(X, learnt)
     with pytest.raises(NotImplementedError, match=TRANSFORMED):
         torch.func.grad(lambda x: tmm_core.linear(x, weight).sum())(X)
 

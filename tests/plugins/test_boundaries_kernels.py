@@ -34,6 +34,7 @@ from triton.runtime import interpreter
 
 import tmm_core
 from tmm_core import Groups, Machine, Operand, Port, Problem, Resources, Scale
+from tmm_core.epilogues import parse
 from tmm_core.triton.interpreted import _mend
 
 FP16 = torch.float16
@@ -219,6 +220,22 @@ def test_rows_of_a_box_that_are_not_there_take_time() -> None:
     config = WarpSpecialized().default_config(ask(64, 4096, 4096))
     times = [WarpSpecialized().estimate_us(ask(m, 4096, 4096), config) for m in (36, 50, 64)]
     assert times[0] > times[1] + 0.5 > times[2] + 1
+
+
+def test_a_residual_and_an_activation_prolong_the_end_of_a_tile_alike() -> None:
+    """By half of its time; both together take no longer than one."""
+    plain, kernel = ask(8192, 8192, 16384), WarpSpecialized()
+    residual = replace(plain, residual=plain.out)
+    config = kernel.default_config(residual)
+    ends = [
+        kernel.estimate_us(each, config)
+        for each in (plain, residual, replace(plain, epilogue=parse("silu")),
+                     replace(residual, epilogue=parse("silu")))
+    ]  # fmt: skip
+    longer = ends[2] - ends[0]
+    assert longer > 0.2
+    assert ends[1] - ends[0] == pytest.approx(longer, rel=0.1)
+    assert ends[3] == ends[1]
 
 
 def test_warps_that_sum_other_parts_have_another_arithmetic() -> None:
