@@ -134,6 +134,7 @@ CASES = [
     Case(m=9, n=6, k=8, dtype=FP32, layout="nt", epilogue="swiglu+scale(0.5)"),
     Case(m=9, n=6, k=8, dtype=FP32, batch=3, layout="nt", epilogue="silu", bias=True),
     Case(m=9, n=6, k=8, layout="nt", epilogue="silu", out_dtype=FP32),
+    Case(m=9, n=6, k=8, layout="nt", bias=True, residual=True, out_dtype=torch.float16),
 ]
 
 

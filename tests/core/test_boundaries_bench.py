@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import itertools
 import os
 import subprocess
@@ -62,6 +63,15 @@ def test_the_cost_is_of_one_call_of_a_batch(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(host.time, "perf_counter", lambda: next(clock))
     monkeypatch.setattr(host, "CALLS", 10)
     assert host.host_us({"call": lambda: None}, CPU, repeats=2)["call"] == 1e5
+
+
+def test_no_garbage_is_collected_while_calls_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "CALLS", 2)
+    monkeypatch.setattr(host, "WARM", 1)
+    seen: list[bool] = []
+    host.host_us({"call": lambda: seen.append(gc.isenabled())}, CPU, repeats=2)
+    assert seen == [True, *[False] * 4]
+    assert gc.isenabled()
 
 
 # -- regret -------------------------------------------------------------------------------

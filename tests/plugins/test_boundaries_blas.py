@@ -383,6 +383,12 @@ def test_products_of_values_have_the_rate_of_16_bits(name: str) -> None:
     assert stored == pytest.approx(dense, rel=0.1)
 
 
+def test_scales_of_blocks_are_multiplied_at_the_rate_of_8_bits() -> None:
+    """By cuBLASLt; otherwise values are written in 16 bits first."""
+    large = replace(BLOCKS, m=2**16)
+    assert us(large, blocks=True) < 0.6 * us(large)
+
+
 @pytest.mark.parametrize("scale", [BF16, FP32])
 def test_values_beyond_the_range_of_fp16_are_wider(scale: torch.dtype) -> None:
     codes = torch.full((16, 64), 127, dtype=torch.int8)

@@ -22,7 +22,7 @@ from tmm_triton.hopper.hopper_kernel import warp_specialized_kernel
 from tmm_triton.hopper.tile_shapes import adapted
 from tmm_triton.hopper.warp_specialized import WarpSpecialized
 from tmm_triton.pdl import FEW_ROWS, with_early
-from tmm_triton.realigned import Realigned, RealignedConfig, realigned
+from tmm_triton.realigned import Realigned, RealignedConfig, _overlapping, realigned
 from tmm_triton.skinny import Skinny
 from tmm_triton.split_k import SplitK
 from triton.backends.compiler import GPUTarget
@@ -80,6 +80,15 @@ def test_other_gpus_overlap_no_launches(change: dict[str, Any]) -> None:
     device = dataclasses.replace(STATIC.device, **change)
     configs = SplitK().configs(dataclasses.replace(STATIC, device=device))
     assert {config.early for config in configs} == {""}
+
+
+def test_a_product_of_a_copy_overlaps_it_unless_it_does_so_already() -> None:
+    config = WarpSpecialized().default_config(DECODE)
+    for early, overlapping in (("", "wait"), ("wait", "wait"), ("b", "b")):
+        given = dataclasses.replace(config, early=early)
+        assert _overlapping(given) == dataclasses.replace(config, early=overlapping)
+    other = Skinny().default_config(DECODE)
+    assert _overlapping(other) is other
 
 
 def test_only_products_of_few_rows_launch_early() -> None:

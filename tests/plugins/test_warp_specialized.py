@@ -89,6 +89,7 @@ def with_amax(problem: Problem, reduce: str = "max") -> Problem:
     [
         with_amax(problem(epilogue="swiglu", residual=Operand(BF16))),
         problem(layout="nn"),
+        problem(n=4104, layout="nn", epilogue="swiglu"),
         problem(layout="tn", dtype=FP16),
         problem(layout="tt", out=FP32),
         problem(m=1, n=8, k=8),
@@ -107,6 +108,8 @@ def with_amax(problem: Problem, reduce: str = "max") -> Problem:
         problem(n=64, a=Operand(BF16, "row", aligned=False), bias=BF16, epilogue="silu"),
         problem(n=128, k=4095, a=Operand(BF16, "col", aligned=False)),
         problem(groups=Groups(8, "m", zeroed=True), epilogue="swiglu", bias=BF16),
+        problem(m=2**30, groups=Groups(8, "m")),
+        problem(groups=Groups(8, "m", out_index=torch.int64)),
         problem(n=4092, groups=Groups(8, "m"), layout="nt", residual=Operand(FP32, "strided")),
         problem(groups=Groups(8, "m"), dtype=E4M3, out=BF16, scales=("row", "row")),
         problem(groups=Groups(128, "k"), layout="tn", residual=Operand(BF16), scaled=True),
@@ -213,6 +216,10 @@ def test_each_property_of_a_problem_is_a_constant(instance: Problem, found: dict
         (problem(n=4092, layout="nn", epilogue="swiglu"), "up half"),
         (problem(groups=Groups(8, "n")), "ragged along n"),
         (problem(groups=Groups(8, "m", a_index=torch.int64)), "TMA does not gather rows"),
+        (
+            problem(groups=Groups(8, "m", out_index=torch.int64), residual=Operand(BF16)),
+            "not supported with a residual",
+        ),
         (problem(groups=Groups(8, "k")), "groups along K begin and end at rows of memory"),
         (problem(m=2**30 + 1, groups=Groups(8, "m")), "more than 1073741824 rows"),
         (
