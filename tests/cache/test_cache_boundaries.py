@@ -678,7 +678,7 @@ def test_values_of_any_depth_are_read_or_refused(tmp_path: Path) -> None:
         (tmp_path / "file").write_text(f'{{"lock": 1, "records": [{item}], "checksum": "0"}}')
         with pytest.raises(UsageError, match="is not a file of records"):
             transport.Transport(tmp_path / "file")
-        with pytest.raises(RecordError, match="environment: |recursion"):
+        with pytest.raises(RecordError, match=r"environment: |recursion"):
             files.parse_environment(f'{{"a": {deep}}}'.encode(), "0" * 16)
 
 

@@ -326,6 +326,11 @@ def test_out_that_overlaps_or_does_not_fit_is_torchs(sums: Sums) -> None:
         answered, memory = calls("mm.out")["sums"], torch.cat([a, a])
         torch.mm(memory[:4], b, out=memory[2:6])
         assert calls("mm.out") == {"sums": answered, "torch": 2}
+        for c in (memory[3], memory[2:6]):  # a bias, and a summand
+            torch.addmm(c, a, b, out=memory[2:6])
+        assert calls("addmm.out") == {"sums": 0, "torch": 2}
+        torch.addmm(memory[0], a, b, out=memory[2:6])
+        assert calls("addmm.out") == {"sums": 1, "torch": 2}
         with pytest.raises(RuntimeError, match="dtype"):
             torch.mm(a, b, out=torch.empty(4, 4, dtype=torch.float64))
     torch.testing.assert_close(wrong, expected)

@@ -355,6 +355,38 @@ def test_projections_are_apart_while_autograd_records_any_operand(
     assert joined[1:] == [2]
 
 
+@pytest.mark.parametrize("has_bias", [(True, True), (False, False), (True, False), (False, True)])
+def test_biases_of_projections_that_are_traced(
+    has_bias: tuple[bool, bool], joined: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The operator of a compiled graph takes a bias for every projection, or none."""
+    one, other = Projects(), Projects()
+    other.load_state_dict(one.state_dict())
+    convert(one)
+    for each in (one, other):
+        each.q.bias, each.k.bias = (
+            layer.bias if present else None
+            for layer, present in zip((each.q, each.k), has_bias, strict=True)
+        )
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    x = torch.randn(3, 8)
+    with torch.no_grad():
+        torch.testing.assert_close(one(x), other(x))
+    assert joined == [2 if len(set(has_bias)) == 1 else 0]
+
+
+def test_projections_of_a_replaced_forward_are_apart(joined: list[int]) -> None:
+    one = Projects()
+    one.forward = lambda x: (one.q(x), one.k(x) + 1)  # type: ignore[method-assign]
+    x = torch.randn(3, 8)
+    with torch.no_grad():
+        expected = one(x)
+        report = convert(one)
+        torch.testing.assert_close(one(x), expected)
+    assert not joined
+    assert "joint" not in {change.kind for change in report.changes}
+
+
 def test_columns_belong_to_the_unchanged_input() -> None:
     one = Projects()
     convert(one)
