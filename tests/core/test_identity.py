@@ -595,7 +595,7 @@ def test_a_graph_follows_objects_that_an_epilogue_reads(reading: Any) -> None:
     assert compiled(A.bfloat16(), B.bfloat16()).dtype is torch.bfloat16
 
 
-@pytest.mark.parametrize("kind", ["linear", "grouped", "gated"])
+@pytest.mark.parametrize("kind", ["linear", "grouped", "weighted", "scattered", "gated"])
 def test_a_graph_follows_a_list_in_every_kind_of_call(kind: str) -> None:
     torch._dynamo.reset()
     function, change = of_a_list()
@@ -603,19 +603,28 @@ def test_a_graph_follows_a_list_in_every_kind_of_call(kind: str) -> None:
     if kind == "gated":
         epilogue = Epilogue("g", lambda gate, up: function(gate) + up, gated=True)
     ends = torch.tensor([len(A)], dtype=torch.int32)
+    weights, places = torch.rand(len(A)), torch.arange(len(A)).flip(0)
+    more: Any = {"alpha": 2.0}
+    if kind != "grouped":
+        more |= {"out_weights": weights} if kind == "weighted" else {"out_index": places}
 
     def call(a: torch.Tensor, b: torch.Tensor) -> Any:
         how: Any = {"residual": residual, "epilogue": epilogue}
-        if kind == "grouped":
-            return tmm_core.grouped_matmul(a, b[None], offs=ends, **how)
+        if kind in ("grouped", "weighted", "scattered"):
+            return tmm_core.grouped_matmul(a, b[None], offs=ends, **how, **more)
         b = torch.cat([b, b], 1) if kind == "gated" else b
         return tmm_core.linear(a, b.t(), **how)
 
     compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
     a = A.clone().requires_grad_()
     for by in (2.0, 3.0):
-        factor = by + 1 if kind == "gated" else by
-        torch.testing.assert_close(compiled(a, B), factor * (A @ B) + 1)
+        factors: dict[str, Any] = {
+            "linear": by, "gated": by + 1, "grouped": 2 * by,
+            # The graph keeps what it read first.
+            "weighted": 4 * weights[:, None], "scattered": 4,
+        }  # fmt: skip
+        product = (A @ B).flip(0) if kind == "scattered" else A @ B
+        torch.testing.assert_close(compiled(a, B), factors[kind] * product + 1)
         change()
 
 

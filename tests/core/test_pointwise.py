@@ -20,6 +20,7 @@ from uninterpreted import Uninterpreted
 
 from tmm_core.epilogues import BUILTIN, parse
 from tmm_core.spec.device import interpreting
+from tmm_core.triton import pointwise
 from tmm_core.triton.pointwise import Pointwise
 
 EPILOGUES = [name for name, epilogue in BUILTIN.items() if epilogue.parts[1] is not None]
@@ -110,3 +111,33 @@ def test_every_tile_has_a_program(epilogue: str, width: int, m: int, programs: i
     own = torch.bfloat16
     aligned = rows.stride(0) % 16 == 0
     assert kept == [(own, True, aligned), (own, True, False), (torch.float32, False, False)]
+
+
+def test_each_kind_of_gradient_has_its_own_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only an aligned one is declared divisible, and only a dense one has no stride of columns."""
+    made: list[tuple[dict[str, Any], dict[str, Any], dict[str, int]]] = []
+
+    class Noted:
+        def __init__(self, fn: Any, types: Any, constants: Any, *, divisible: Any, **_: Any) -> None:
+            made.append((types, constants, divisible))
+            self.call, self.address = object(), None
+
+    monkeypatch.setattr(pointwise, "Launch", Noted)
+    passes = Pointwise(parse("silu"), 256, torch.bfloat16, torch.device("cpu"))
+    made.clear()
+    passes._backward.clear()
+    calls = set()
+    for dtype in (torch.bfloat16, torch.float32):
+        for dense in (True, False):
+            for aligned in (True, False):
+                calls.add(passes._compiled(dtype, dense, aligned))
+                assert passes._compiled(dtype, dense, aligned) in calls
+                types, constants, divisible = made[-1]
+                assert types["grad_ptr"] == ("*bf16" if dtype is torch.bfloat16 else "*fp32")
+                assert (types.get("grad_col"), constants.get("grad_col")) == (
+                    (None, 1) if dense else ("i64", None)
+                )
+                given = {name: divisible.get(name) for name in ("grad_ptr", "grad_row", "dz_ptr")}
+                wide = 16 if aligned else None
+                assert given == {"grad_ptr": wide, "grad_row": wide, "dz_ptr": 16}
+    assert len(made) == len(calls) == 8

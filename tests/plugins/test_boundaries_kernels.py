@@ -22,7 +22,8 @@ from tmm_triton.gathered import Gathered, gathered
 from tmm_triton.hopper.config import Constants
 from tmm_triton.hopper.search_space import configs as hopper_configs
 from tmm_triton.hopper.warp_specialized import WarpSpecialized
-from tmm_triton.operands import TileConfig
+from tmm_triton.hopper.operand_layout import described
+from tmm_triton.operands import TileConfig, _convention
 from tmm_triton.partials import MOST_WORKSPACE, reduction
 from tmm_triton.persistent import Persistent, PersistentConfig
 from tmm_triton.realigned import Misaligned, Realigned, bind_copy, copy_build
@@ -559,6 +560,43 @@ def test_the_interpreter_rounds_to_8_bits_as_a_gpu_does(kind: str, largest: floa
     found = builder.create_fp_to_fp(stored, tl.float32, None).data.tolist()
     assert found[:6] == [largest, -largest, largest, -largest, 1.0, -1.25]
     assert found[6] != found[6]
+
+
+# -- arguments ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("columns", [1, 16, 17, 100])
+def test_a_single_row_has_a_stride_that_tma_reads(dtype: torch.dtype, columns: int) -> None:
+    """The least multiple of 16 bytes."""
+    made: Any = lambda t, shape, strides, block: strides  # noqa: E731
+    _, value = described("a", Operand(dtype), 64, 64, "matrix", made)
+    leading, one = value.describe(torch.empty(1, columns, dtype=dtype))
+    assert one == 1
+    assert leading * dtype.itemsize % 16 == 0
+    assert columns <= leading < columns + 16 // dtype.itemsize
+    assert value.describe(torch.empty(2, 512, dtype=dtype)) == [512, 1]
+
+
+def test_a_stride_of_a_single_row_is_read_only_if_rows_are_gathered() -> None:
+    """The kernel reads any row of ``a`` by an index, however few it computes."""
+    one = replace(DECODE, m=1)
+    groups = Groups(2, "m", a_index=torch.int64)
+    given, constants, _ = _convention(replace(one, groups=groups))
+    assert given["stride_am"][1] == ("a", 0)
+    assert constants["stride_om"] == 0
+    for plain in (one, replace(one, groups=Groups(2, "m"))):
+        given, constants, _ = _convention(plain)
+        assert constants["stride_am"] == 0
+        assert "stride_am" not in given
+
+
+def test_m_is_divisible_where_rows_are_along_it() -> None:
+    row, col = Operand(torch.bfloat16), Operand(torch.bfloat16, "col")
+    for a, out, vectors in ((row, row, False), (col, row, True), (row, col, True)):
+        for m in (64, 65):
+            problem = replace(DECODE, m=m, a=a, out=out)
+            assert ("M" in _convention(problem)[2]) is (vectors and m == 64)
 
 
 # -- what reports say of kernels -----------------------------------------------------------------
