@@ -111,6 +111,11 @@ def test_awq(symmetric: bool) -> None:
             assert own.is_contiguous()
     with pytest.raises(ValueError, match="qweight must be int32"):
         Quantized.from_awq(qweight.long(), qzeros, scales, group=G)
+    with pytest.raises(ValueError, match="qzeros must be int32"):
+        Quantized.from_awq(qweight, qzeros[1:], scales, group=G)
+    for wrong in (scales[1:], scales[:, 1:], scales.t()):
+        with pytest.raises(ValueError, match=rf"scales must have shape \({K // G}, {N}\), got"):
+            Quantized.from_awq(qweight, qzeros, wrong, group=G)
 
 
 @pytest.mark.parametrize("symmetric", [False, True])

@@ -189,6 +189,8 @@ def test_a_weight_learns_again_after_undo_if_it_did_before(learns: bool) -> None
     assert report.rounded == ["0.weight"]
     assert not model[0].weight.requires_grad
     report.undo()
+    assert not report.rounded
+    assert not report
     assert [p.requires_grad for p in model.parameters()] == [learns, learns]
     assert model[0].weight.grad is None
 

@@ -290,6 +290,12 @@ def test_layers_of_transformers_use_the_products(kind: type[Theirs], products: l
         assert low.dtype is torch.float64
 
 
+def test_experts_are_printed_with_their_sizes() -> None:
+    text = repr(Experts(3, 8, 16, bias=True))
+    assert "num_experts=3, hidden_size=8, intermediate_size=16, bias=True" in text
+    assert "epilogue='swiglu'" in text
+
+
 @pytest.mark.usefixtures("interface")
 def test_weights_of_ungated_experts_are_rounded() -> None:
     class Layer(Ungated):

@@ -334,6 +334,18 @@ def test_values_and_gradients(call: str) -> None:
         )
 
 
+@pytest.mark.parametrize("learning", ["a", "b", "bias", "residual", "out_weights"])
+def test_one_operand_alone_learns(learning: str) -> None:
+    """As a router does whose experts are frozen."""
+    call: dict[str, Any] = {"bias": (3, 8), "residual": (12, 8), "out_weights": (12,)}
+    ours = made(call)
+    given = ours[learning].requires_grad_()
+    y, expected = tmm_core.grouped_matmul(**ours)[:10], expression(**ours)[:10]
+    torch.testing.assert_close(y, expected)
+    (got,), (want,) = (torch.autograd.grad(t.sum(), given) for t in (y, expected))
+    torch.testing.assert_close(got, want)
+
+
 def _detached(t: Any) -> Any:
     return t.detach() if isinstance(t, Tensor) else t
 

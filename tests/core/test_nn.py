@@ -231,6 +231,21 @@ def test_linears_epilogue_can_be_read_changed_and_seen() -> None:
     assert_close(layer(x), torch.tanh(F.linear(x, layer.weight, layer.bias)))
 
 
+def test_an_epilogue_is_replaced_and_removed() -> None:
+    """One that is refused leaves the layer as it was."""
+    layer, x = Linear(8, 5, epilogue="relu"), torch.randn(3, 8)
+    z = nn.functional.linear(x, layer.weight, layer.bias)
+    assert_close(layer(x), z.relu())
+    for epilogue, expected in ((nn.SiLU(), nn.SiLU()(z)), (None, z), ("tanh", z.tanh())):
+        layer.epilogue = epilogue
+        assert_close(layer(x), expected)
+    for wrong in ("silo", "swiglu", "softcap(x)", 3):
+        with pytest.raises((ValueError, TypeError)):
+            layer.epilogue = wrong
+        assert layer.epilogue == "tanh"
+        assert_close(layer(x), z.tanh())
+
+
 def test_a_gated_linear_is_half_as_wide() -> None:
     layer, x = Linear(8, 6, epilogue="swiglu"), randn(3, 8)
     gate, up = F.linear(x, layer.weight, layer.bias).chunk(2, -1)

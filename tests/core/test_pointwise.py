@@ -118,7 +118,9 @@ def test_each_kind_of_gradient_has_its_own_pass(monkeypatch: pytest.MonkeyPatch)
     made: list[tuple[dict[str, Any], dict[str, Any], dict[str, int]]] = []
 
     class Noted:
-        def __init__(self, fn: Any, types: Any, constants: Any, *, divisible: Any, **_: Any) -> None:
+        def __init__(
+            self, fn: Any, types: Any, constants: Any, *, divisible: Any, **_: Any
+        ) -> None:
             made.append((types, constants, divisible))
             self.call, self.address = object(), None
 

@@ -392,9 +392,11 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     [
         ((256,), (2,), None, (2,), (1, 128)), ((256,), (2,), 128, (2,), (1, 128)),
         ((256,), (1,), None, (1,), (0, 0)), ((256,), (1, 2), None, None, None),
-        ((256,), (1, 2), 128, None, None), ((2, 3, 4, 256), (2, 3, 4, 2), None, (2, 3, 4, 2), (1, 128)),
+        ((256,), (1, 2), 128, None, None),
+        ((2, 3, 4, 256), (2, 3, 4, 2), None, (2, 3, 4, 2), (1, 128)),
         ((2, 3, 4, 256), (2, 3, 4, 2), 128, (2, 3, 4, 2), (1, 128)),
-        ((2, 3, 4, 256), (2, 4, 2), 128, None, None), ((2, 3, 4, 256), (2, 1, 4, 2), 128, None, None),
+        ((2, 3, 4, 256), (2, 4, 2), 128, None, None),
+        ((2, 3, 4, 256), (2, 1, 4, 2), 128, None, None),
         ((2, 3, 4, 256), (2, 3, 4), None, (2, 3, 4, 1), (1, 0)),
         ((2, 3, 4, 256), (2, 3, 4, 1), None, (2, 3, 4, 1), (1, 0)),
     ],
@@ -405,7 +407,7 @@ def test_grids_of_a_row_and_of_a_stack_of_stacks(
 ) -> None:  # fmt: skip
     values, scales = torch.zeros(data, dtype=torch.int8), torch.ones(scale)
     if stored is None:
-        with pytest.raises(ValueError, match="must have shape|or have shape"):
+        with pytest.raises(ValueError, match="have shape"):
             Quantized(values, scales, group=group)
         return
     weight = Quantized(values, scales, group=group)

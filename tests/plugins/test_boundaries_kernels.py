@@ -20,9 +20,9 @@ from tmm_triton import flags, plugin, reduction_order, tile_anatomy
 from tmm_triton.flags import Counters
 from tmm_triton.gathered import Gathered, gathered
 from tmm_triton.hopper.config import Constants
+from tmm_triton.hopper.operand_layout import described
 from tmm_triton.hopper.search_space import configs as hopper_configs
 from tmm_triton.hopper.warp_specialized import WarpSpecialized
-from tmm_triton.hopper.operand_layout import described
 from tmm_triton.operands import TileConfig, _convention
 from tmm_triton.partials import MOST_WORKSPACE, reduction
 from tmm_triton.persistent import Persistent, PersistentConfig

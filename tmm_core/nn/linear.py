@@ -66,7 +66,7 @@ class Linear(ProductLayer, nn.Linear):
 
     @epilogue.setter
     def epilogue(self, epilogue: EpilogueLike) -> None:
-        self._text = ""
+        text = ""
         if epilogue is not None:
             parsed = dispatch.default_dispatcher().registry.epilogue(epilogue)
             if parsed.gated and self.out_features % 2:
@@ -74,8 +74,8 @@ class Linear(ProductLayer, nn.Linear):
                     f"gated epilogue {parsed.name!r} splits the features in two, and "
                     f"out_features={self.out_features} is odd"
                 )
-            self._text = epilogue if isinstance(epilogue, str) else parsed.interned()
-        self._epilogue = epilogue
+            text = epilogue if isinstance(epilogue, str) else parsed.interned()
+        self._text, self._epilogue = text, epilogue
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "epilogue" and isinstance(value, nn.Module):  # it would become a child
