@@ -40,13 +40,17 @@ TESTS = tests/core/test_compat.py tests/core/test_api.py tests/core/test_launch.
 	tests/plugins/test_warp_specialized.py::test_fused_work_compiles_for_hopper \
 	tests/plugins/test_ragged_hopper.py::test_groups_compile_for_hopper
 TESTS_newest = tests/plugins/test_mixed_input.py::test_weights_go_through_registers_without_waits_or_spills \
-	tests/plugins/test_arithmetic.py
+	tests/plugins/test_arithmetic.py tests/core/test_experts.py tests/core/test_stored_experts.py
 TESTS_oldest = tests/core/test_plan.py tests/core/test_unusual.py tests/plugins/test_ports.py
+
+# The newest Transformers, too.
+MORE_newest = transformers accelerate
 
 .venv-oldest/.installed .venv-newest/.installed: .venv-%/.installed: pyproject.toml constraints-%.txt
 	test -x .venv-$*/bin/python || $(PYTHON) -m venv .venv-$*
 	.venv-$*/bin/python $(PIP) -c constraints-$*.txt torch triton numpy pluggy \
-		platformdirs filelock msgspec pebble rich pytest pytest-timeout pytest-xdist hypothesis hatchling editables
+		platformdirs filelock msgspec pebble rich pytest pytest-timeout pytest-xdist hypothesis hatchling editables \
+		$(MORE_$*)
 	.venv-$*/bin/python $(PIP) --no-deps --no-build-isolation -e .
 	touch $@
 
