@@ -299,6 +299,21 @@ def test_results_at_their_limits(check: Any, good: Any, bad: Any) -> None:
             check(result)
 
 
+def test_reasons_are_plain_text() -> None:
+    """They are shown by commands and compared later; a terminal obeys control characters."""
+
+    class Own(str):
+        __slots__ = ()
+
+        def __str__(self) -> str:
+            return "another"
+
+    found = query._reasons([Own("a"), "b\x1b[2J", "x" * 20000])
+    assert [type(reason) for reason in found] == [str] * 3
+    assert found[:2] == ["a", "b\\x1b[2J"]
+    assert 100 < len(found[2]) < 20000
+
+
 def test_an_endless_sequence_is_read_to_its_limit() -> None:
     given = itertools.count()
     with pytest.raises(query.InvalidResultError, match="yielded more than 3 items, not reasons"):

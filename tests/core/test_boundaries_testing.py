@@ -15,6 +15,7 @@ import pytest
 import torch
 from _pytest.outcomes import Failed, Skipped
 from fakes import DEVICE, FakeConfig, FakeKernel, problem
+from tmm_blas.blas import Blas
 
 from tmm_core import Launcher, Operand, Problem, Traits, formats
 from tmm_core.bench.case import Case
@@ -22,7 +23,12 @@ from tmm_core.epilogues import BUILTIN, parse
 from tmm_core.formats import FORMATS, Format, named
 from tmm_core.formats.grids import ROW
 from tmm_core.spec.operand import Scale
-from tmm_core.testing import FormatConformance, KernelConformance, probe_problems
+from tmm_core.testing import (
+    FormatConformance,
+    KernelConformance,
+    format_conformance,
+    probe_problems,
+)
 from tmm_core.testing.conformance import _Tensors
 from tmm_core.testing.probe_problems import (
     SIZE,
@@ -531,6 +537,25 @@ def test_the_k_of_a_format_has_three_groups() -> None:
     assert made._k(24, (1, 128)) == (3 * 128 - 64 if short else 3 * 128)
     made.format = replace(made.format, short=not short)
     assert made._k(24, (1, 128)) == (3 * 128 if short else 3 * 128 - 64)
+
+
+@pytest.mark.parametrize(
+    ("present", "decodes", "fault"),
+    [("blas", False, ""), ("blas", True, "no kernel uses its device function"), ("", False, "^$")],
+)
+def test_blas_and_a_kernel_have_to_serve_a_format(
+    present: str, decodes: bool, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernels = [kernel for kernel in [Blas()] if kernel.name == present]
+    registry = SimpleNamespace(kernels=lambda: kernels)
+    found = SimpleNamespace(default_dispatcher=lambda: SimpleNamespace(registry=registry))
+    monkeypatch.setattr(format_conformance, "dispatch", found)
+    form = named("int8") if decodes else replace(named("int8"), decode=None)
+    fields = {"format": form, "dtypes": (HALF,)}
+    checked: Any = type("Suite", (FormatConformance,), fields)()
+    checked._device = lambda: CPU
+    with pytest.raises(AssertionError, match=fault) if fault else contextlib.nullcontext():
+        checked.test_products(4, 8, 16, None, 0)
 
 
 # -- ranks -----------------------------------------------------------------------------------

@@ -143,6 +143,33 @@ def test_the_reference_of_groups_is_zero_beyond_the_last() -> None:
     assert torch.allclose(some.float(), right[[5, 1]][:, [3]], atol=1e-5)
 
 
+def test_the_reference_of_sums_of_groups_adds_each_groups_terms() -> None:
+    a, b, ends = torch.randn(5, 9), torch.randn(9, 4), (3, 9)
+    bias, residual = torch.randn(2, 4), torch.randn(2, 5, 4)
+    instance = problem(
+        m=5, n=4, k=9, groups=Groups(2, "k"), bias=torch.float32, residual=F32, scaled=True
+    )
+    inputs = Inputs(a, b, bias, residual, alpha=-2.0, rows=Rows(torch.tensor(ends), ends, 9))
+    right = torch.stack([-2 * a[:, :3] @ b[:3], -2 * a[:, 3:] @ b[3:]]) + bias[:, None] + residual
+    found = expected(instance, inputs).numbers.float()
+    torch.testing.assert_close(found, right, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("epilogue", [parse("swiglu"), CLAMPED], ids=["halves", "interleaved"])
+@pytest.mark.parametrize("groups", [None, Groups(2, "m")])
+def test_some_columns_of_a_gated_reference_are_those_of_the_whole(
+    epilogue: Any, groups: Groups | None
+) -> None:
+    instance = problem(
+        m=6, n=8, k=5, groups=groups, bias=torch.float32, residual=F32, epilogue=epilogue
+    )
+    inputs = random_inputs.make(instance, CPU, seed=1)
+    whole = expected(instance, inputs).numbers
+    rows, cols = torch.tensor([5, 0, 2]), torch.tensor([7, 1, 4])
+    found = expected(instance, inputs, rows, cols).numbers
+    torch.testing.assert_close(found, whole[rows][:, cols])
+
+
 def test_the_reference_of_gathered_scattered_and_weighted_rows_is_plain_mathematics() -> None:
     """A weight belongs to a row in its group; the residual to the row of the result."""
     groups = Groups(3, "m", torch.int64, torch.int64, torch.float32, True)
@@ -969,6 +996,24 @@ def test_any_value_is_accepted_where_the_result_is_undefined() -> None:
     out[1, 0] = out[2, 2] = NAN
     assert "others" in str(expecting("rows").fault(out))
     assert expecting("rows", within=(0, 2)).fault(out) is None
+
+
+@pytest.mark.parametrize("along", ["m", "n", "k"])
+def test_what_lies_beyond_the_last_group_may_be_anything(along: Any) -> None:
+    instance = problem(m=12, n=12, k=12, groups=Groups(3, along))
+    data = DataSets(instance, CPU, 1 << 26)
+    of = data.sets()[-1]
+    assert of.inputs.rows is not None
+    end, both = of.inputs.rows.ends[-1], data.nonfinite()
+    assert (end < 12, [values.axis for values in both]) == (True, ["rows", "columns"])
+    for values in both:
+        with nonfinite.planted(values.changes):
+            right = expected(instance, of.inputs).numbers.float()
+        if along != "k":
+            right.movedim("mn".index(along), 0)[end:] = NAN
+        assert values.fault(right, True) is None
+        wrong = right.nan_to_num(0.0)
+        assert "elements there are wrong" in str(values.fault(wrong, True))
 
 
 def test_planted_values_are_taken_back() -> None:
