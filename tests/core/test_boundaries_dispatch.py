@@ -40,7 +40,7 @@ from tmm_core.dispatch.first_use import size_class
 from tmm_core.dispatch.invariant import LADDER, _at, _position, _us_of_last_round, ladder, weight
 from tmm_core.dispatch.lookup import Lookup
 from tmm_core.dispatch.measuring import OTHER_KERNELS
-from tmm_core.dispatch.neighbour import Neighbours
+from tmm_core.dispatch.neighbour import Neighbours, _rank
 from tmm_core.dispatch.saving import saving_us
 from tmm_core.launch.plan import Choice
 from tmm_core.registry.registry import Registry
@@ -1022,7 +1022,8 @@ def test_an_adopted_record_leaves_the_results_of_other_plugins(tmp_path: Path) -
     d, _ = dispatcher(FakeBlas(), FakeKernel("fast"), times=times, root=tmp_path)
     mine = d.tune(problem(), settings())
     others = [result(f"other{number}", 3.0) for number in range(OTHER_KERNELS + 2)]
-    both = revised(mine, candidates=(*mine.candidates, *others))
+    older = revised(result("blas", 8.0), version="0")  # every process has its own BLAS
+    both = revised(mine, candidates=(*mine.candidates, older, *others))
     d.store.save(DEVICE.gpu, DEVICE.environment, both)
     d.adopt(problem(), d.tune(problem(), settings()))
     assert d.record_of(problem()) == mine
@@ -2001,3 +2002,37 @@ def test_a_record_whose_kernels_name_no_arithmetic_is_not_a_rung() -> None:
     assert found is not None
     assert (found.best_us, found.times) == (4.0, {"one": 5.0})
     assert [(each.best_us, each.times) for each in found.inside] == [(7.0, {"one": 7.0})]
+
+
+@pytest.mark.parametrize(("noted", "left"), [(None, "two"), ("one", "one")])
+def test_a_weight_keeps_the_note_of_an_arithmetic_that_is_not_offered_now(
+    noted: str | None, left: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where its kernel is used again, the weight has the bits that it had."""
+    d, _ = dispatcher(FakeBlas(), FakeKernel("k"), root=tmp_path)
+    known = {} if noted is None else {"weight": noted}
+    notes = SimpleNamespace(get=known.get, add=known.__setitem__)
+    mine = d._invariance
+    for name, value in {
+        "_notes_of": notes, "_rungs": [], "_is_offered": False, "_measured": "two",
+    }.items():  # fmt: skip
+        monkeypatch.setattr(mine, name, lambda *_, value=value: value)
+    with pytest.warns(TmmWarning, match="one by which") if noted else contextlib.nullcontext():
+        assert mine._resolved(problem(batch_invariant=True), "weight", settings()) == "two"
+    assert known == {"weight": left}
+
+
+def test_which_devices_records_are_comparable() -> None:
+    gpu = replace(DEVICE, type="cuda")
+    same = SimpleNamespace(gpu=gpu.gpu, environment=gpu.environment)
+    older = SimpleNamespace(gpu=gpu.gpu, environment={"torch": "1"})
+    alike = {"capability": [9, 0], "sm_count": 114}
+    assert _rank(same, gpu) == (0, 0)
+    assert _rank(older, gpu) == (1, 0)
+    for environment, found in (
+        (alike, (2, 18)), ({**alike, "sm_count": 140}, (2, 8)), ({**alike, "sm_count": "x"}, None),
+        ({**alike, "capability": [8, 0]}, None), ({"capability": [9, 0]}, None), (None, None),
+    ):  # fmt: skip
+        other = SimpleNamespace(gpu="another", environment=environment)
+        assert _rank(other, gpu) == found
+        assert _rank(other, DEVICE) is None  # a CPU

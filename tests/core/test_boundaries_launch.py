@@ -1031,3 +1031,35 @@ def test_stored_values_are_counted_in_one_matrix_of_a_stack() -> None:
         ("a", (6,), (1, 12, 1)),
     ):  # fmt: skip
         assert check._extents(name, torch.empty(shape), form) == found
+
+
+@pytest.mark.parametrize(
+    ("packs", "blocks", "along", "fault"),
+    [
+        ((1, 1), (None, None), "k", ""), ((1, 2), (None, None), "k", "would split packed values"),
+        ((1, 1), (None, (1, 32)), "k", "would split packed values, or values of one scale"),
+        ((1, 2), (None, (1, 32)), "m", ""), ((1, 1), ((128, 128), None), "n", ""),
+        ((1, 1), ((128, 128), None), "m", "along M would split blocks of scales of a"),
+        ((1, 1), ((1, 128), (128, 128)), "n", "along N would split blocks of scales of b"),
+        ((1, 1), ((128, 128), (128, 128)), None, ""),
+    ],
+)  # fmt: skip
+def test_groups_do_not_split_what_shares_a_scale(
+    packs: Any, blocks: Any, along: Any, fault: str
+) -> None:
+    pair: Any = SimpleNamespace(packs=packs, blocks=blocks)
+    if not fault:
+        grouped_call._refuse_split_blocks(pair, along)
+        return
+    with pytest.raises(ValueError, match=fault):
+        grouped_call._refuse_split_blocks(pair, along)
+
+
+def test_a_sparse_meta_tensor_is_refused_before_the_operator_is_called() -> None:
+    """The operator would call back."""
+    sparse = torch.empty((4, 8), layout=torch.sparse_coo, device="meta")
+    dense = torch.empty((8, 6), device="meta")
+    for given in ((sparse, dense), (dense.T.contiguous()[:, :8], dense, None, sparse)):
+        with pytest.raises(RuntimeError, match="kernels take dense tensors, got one of layout"):
+            warm._on_meta(Arguments(*given))
+    assert warm._on_meta(Arguments(dense.T, dense)).shape == (6, 6)

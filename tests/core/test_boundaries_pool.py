@@ -901,6 +901,23 @@ def test_a_host_that_cannot_be_started_leaves_no_file_open(
     assert not compilers.are_starting([Future()])
 
 
+def test_a_host_is_apart_from_this_process_and_its_terminal(parent: Parent) -> None:
+    """A variable that starts a prompt would keep it from ending, warnings change its output."""
+    left_out = dict.fromkeys(compile_pool._NOT_PASSED, "1")
+    host, process = parent.host(HERE="1", PYTHONPATH="/elsewhere", **left_out)
+    try:
+        options, environ = process.options, process.options["env"]
+        assert environ == {"HERE": "1", "PYTHONPATH": os.pathsep.join(host.circumstances[0])}
+        assert (options["cwd"], options["start_new_session"]) == ("/", True)
+        assert options["stdout"] is subprocess.DEVNULL
+        assert process.command[:3] == [sys.executable, "-W", "ignore"]
+        folder = process.command[-1]
+        assert process.command[-3:] == ["4", "forks" if KIND.forks else "imports", folder]
+        assert os.path.isdir(folder)
+    finally:
+        host.close()
+
+
 def test_the_contents_of_a_compile_job(parent: Parent, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HERE", "1")
     monkeypatch.setenv("OF_KIND", "0")

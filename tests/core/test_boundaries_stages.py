@@ -1059,6 +1059,36 @@ def test_the_incumbent_of_a_record() -> None:
         assert winner.kernel == name
 
 
+def test_the_first_batch_has_the_best_config_with_and_without_a_promise() -> None:
+    """A record that only had configs of a promise would not serve calls without it."""
+
+    class Kernel(FakeKernel):
+        def configs(self, problem: Problem) -> list[FakeConfig]:
+            return [(Relying if tile < 40 else FakeConfig)(tile=tile) for tile in range(1, 42)]
+
+        default_config = lambda self, problem: self.configs(problem)[0]  # noqa: E731
+
+        def estimate_us(self, problem: Problem, config: FakeConfig) -> float:
+            return 10.0 + config.tile / 100
+
+    kernel = Kernel("k")
+    one = searched(problem(static_weights=True), [kernel], [kernel])
+    tiles = [c.config.to_json()["tile"] for c in one.first()]
+    assert set(tiles) == {40, *range(1, 12)}
+
+
+def test_that_candidates_could_not_be_timed_is_reported_once() -> None:
+    one = tuning(FakeTimer({}))
+    one._report_untimed()
+    one.runs, one._untimed = [run("a", None)], "timing failed: no clock"
+    with pytest.raises(RuntimeError, match=r"^timing failed: no clock$"):
+        one._report_untimed()  # nothing was timed
+    one.runs.append(run("b", 2.0))
+    with pytest.warns(TmmWarning, match="timing failed: no clock"):
+        one._report_untimed()
+    one._report_untimed()  # warnings are errors here
+
+
 def test_hints_that_name_no_candidate_here_are_dropped() -> None:
     kernel = FakeKernel("k")
     given: Any = [
@@ -1281,7 +1311,16 @@ def test_the_outcomes_of_a_candidate_at_another_m(late: bool) -> None:
     one._launchers.deadline.at = 0.0 if late else math.inf
     for run in runs.values():
         run.status = "ok"
+    verified: list[tuple[str, int]] = []
+    verify = one._verify
+
+    def noted(run: Any, verifier: Any, *extent: Any) -> Any:
+        verified.append((run.candidate.kernel.name, verifier.problem.m))
+        return verify(run, verifier, *extent)
+
+    one._verify = noted  # type: ignore[method-assign]
     drained(one.measure_at({33: [*runs.values()], 40: [runs["blas"]]}))
+    assert verified == [(name, 33) for name in runs if name != "unbound" and not late]
     times = {name: run.inside_us for name, run in runs.items() if run.inside_us}
     assert times == ({} if late else {"blas": {33: 9.0, 40: 8.0}, "ok": {33: 7.0}})
     failed = {name: run.status for name, run in runs.items() if run.status != "ok"}

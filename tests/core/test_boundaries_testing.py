@@ -17,7 +17,7 @@ from _pytest.outcomes import Failed, Skipped
 from fakes import DEVICE, FakeConfig, FakeKernel, problem
 from tmm_blas.blas import Blas
 
-from tmm_core import Launcher, Operand, Problem, Traits, formats
+from tmm_core import Groups, Launcher, Operand, Problem, Traits, formats
 from tmm_core.bench.case import Case
 from tmm_core.epilogues import BUILTIN, parse
 from tmm_core.formats import FORMATS, Format, named
@@ -370,6 +370,53 @@ def test_the_probes_have_every_format_and_scale() -> None:
         verified = [p for p in problems_of("probes_of_verification") if p.b.form is form]
         grids = {s.block for s in scales_of(form) if s.grid} | {usual_scale(form).block}
         assert {p.b.scale.block for p in verified if p.b.scale} == grids
+
+
+def test_the_ragged_problems_are_of_every_kind() -> None:
+    made = suite(FakeKernel("k"), dtypes=(HALF, BF16))
+    every = list(made.ragged_problems())
+    plain = [p for p in every if not p.stored]
+    assert all(p.groups and p.groups.ragged == p.along for p in every)
+    usual = [p for p in every[:6] if p.a == p.b == p.out and p.groups == Groups(6, p.along)]
+    kinds = [(p.a.dtype, p.along) for p in usual]
+    assert kinds == [(dtype, along) for dtype in (HALF, BF16) for along in "mnk"]
+    assert all(math.gcd(p.extent, 16) == 1 for p in usual)  # no block divides it
+    assert any(p.along == "m" and p.out.dtype is F32 for p in plain)
+    counts = {(p.along, p.groups.count, p.extent) for p in plain if p.groups}
+    for along in "mnk":
+        (extent,) = {p.extent for p in usual if p.along == along}
+        assert counts >= {(along, 1, extent), (along, 19, 7), (along, 6, 0)}
+        found = {tuple((o.layout, o.aligned) for o in (p.a, p.b, p.out)) for p in plain
+                 if p.along == along}  # fmt: skip
+        row, col, gaps, loose = ("row", True), ("col", True), ("strided", False), ("row", False)
+        assert found >= {
+            (row, row, row), (row, col, row), (col, col, row), (gaps,) * 3, (loose,) * 3,
+        }  # fmt: skip
+        # A weight's gradient has groups at rows of memory.
+        assert ((col, row, row) in found) is (along == "k")
+    assert any(p.k == 0 and p.along == "m" and p.bias and not p.epilogue.is_identity for p in plain)
+    indexed = {p.groups for p in plain if p.groups and p.groups != Groups(p.groups.count, p.along)}
+    wide, narrow = torch.int64, torch.int32
+    for fields in (
+        {"a_index": wide}, {"a_index": narrow}, {"out_index": wide}, {"zeroed": True},
+        {"out_index": narrow, "zeroed": True}, {"out_weights": F32}, {"out_weights": HALF},
+    ):  # fmt: skip
+        assert Groups(6, "m", **fields) in indexed
+    assert {Groups(6, "m", wide, wide, F32, zeroed) for zeroed in (False, True)} <= indexed
+    terms = {(p.along, p.bias, p.residual is not None, p.scaled, p.epilogue.key) for p in plain}
+    assert terms >= {
+        ("m", HALF, False, False, "identity"), ("m", F32, False, True, "identity"),
+        ("m", None, True, False, "identity"), ("m", None, False, False, "swiglu"),
+        ("m", HALF, True, False, "silu"), ("m", HALF, True, True, "swiglu"),
+        ("n", None, True, True, "gelu_tanh"), ("k", HALF, True, True, "swiglu"),
+    }  # fmt: skip
+    for form in FORMATS.values():
+        own = [p for p in every if p.b.form is form]
+        packed = form.pack != 1 or scales_of(form)[0].grid
+        assert {p.along for p in own} >= ({"m", "n"} if packed else {"m", "n", "k"})
+        assert {(p.bias is not None, p.epilogue.key) for p in own if p.along == "m"} == {
+            (False, "identity"), (True, "silu"), (True, "swiglu"),
+        }  # fmt: skip
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

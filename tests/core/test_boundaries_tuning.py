@@ -839,6 +839,11 @@ def test_samples_are_normalised_by_round() -> None:
         pytest.approx([30.5, 30.5, 30.5], rel=0.03),
     ]
     assert timing.normalised([[5.0, 5.0], [7.0, 7.0]]) == [[5.0, 5.0], [7.0, 7.0]]
+    # Times stay those of a usual round, not of a round in which each has its own median.
+    assert timing.normalised([[1.0, 4.0, 4.0], [4.0, 1.0, 4.0]]) == [
+        [1.0, 4.0, 2.5],
+        [4.0, 1.0, 2.5],
+    ]
 
 
 # -- the line of progress ----------------------------------------------------------------

@@ -221,6 +221,18 @@ def test_an_edited_format_has_other_records(site: Path) -> None:
     assert "code" not in Operand.of(int8, format="int8").to_json()
 
 
+def test_a_device_function_of_a_format_counts_wherever_it_is(site: Path) -> None:
+    (site / "stranger_device").mkdir()
+    device = "import triton\n@triton.jit\ndef decode(block, dtype):\n    return block.to(dtype)\n"
+    (site / "stranger_device/__init__.py").write_text(device)
+    source = "from stranger_device import decode" + FORMAT.replace(
+        "dequantize=dequantize)", "dequantize=dequantize, decode=decode)"
+    )
+    before = key_of_format(site, source)
+    (site / "stranger_device/__init__.py").write_text(device.replace("block.to", "(-block).to"))
+    assert key_of_format(site, source) != before
+
+
 def test_a_format_whose_code_cannot_be_read_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(form: Any) -> str:
         raise ValueError("no code")

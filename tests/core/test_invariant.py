@@ -350,6 +350,10 @@ def test_an_arithmetic_without_a_kernel_is_reported(tmp_path: Path) -> None:
     timed(later, {("blas", 1): 10.0, ("k", 2): 6.0})
     with pytest.warns(TmmWarning, match="knows the arithmetic one"):
         assert chosen(later, 16) == ("k", 2, "two")
+    # Where the kernel is again as it was, the weight has the bits that it had.
+    back, _ = dispatcher(FakeBlas(), Summing("k", {1: "one", 2: "two"}), root=tmp_path)
+    timed(back, {("blas", 1): 10.0, ("k", 1): 9.0, ("k", 2): 6.0})
+    assert chosen(back, 16) == ("k", 1, "one")
 
 
 def test_a_problem_its_arithmetic_cannot_serve_is_reported_to_differ(tmp_path: Path) -> None:
