@@ -133,4 +133,26 @@ REDRAWN = [
            "where no thread starts, all candidates are bound in one step",
            ("tests/core/test_boundaries_stages.py::"
             "test_where_no_thread_starts_one_candidate_is_bound_at_a_time",)),
+    Mutant("redrawn-noted-arithmetic", "dispatch/invariant.py",
+           "            if noted is None:\n                notes.add(weight_digest, chosen)",
+           "            notes.add(weight_digest, chosen)",
+           "a weight has other bits for ever once its kernel is absent from one process",
+           ("tests/core/test_boundaries_dispatch.py::"
+            "test_a_weight_keeps_the_note_of_an_arithmetic_that_is_not_offered_now",)),
+    Mutant("redrawn-promised-and-not", "tuning/search.py",
+           "(group(self._problem, c), bool(c.config.assumes)): c for c",
+           "(group(self._problem, c), True): c for c",
+           "a record of configs that rely on a promise serves no call without it",
+           ("tests/core/test_boundaries_stages.py::"
+            "test_the_first_batch_has_the_best_config_with_and_without_a_promise",)),
+    Mutant("redrawn-device-functions-package", "spec/code.py",
+           'given = [getattr(value, "fn", value) for value in values if callable(value)]',
+           "given = [value for value in values if callable(value)]",
+           "records outlive an edit of a format's device function",
+           ("tests/core/test_code.py::"
+            "test_a_device_function_of_a_format_counts_wherever_it_is",)),
+    Mutant("redrawn-usual-round", "tuning/timing.py",
+           "[us * usual / now for us", "[us / now for us",
+           "times are not those of a usual round",
+           ("tests/core/test_boundaries_tuning.py::test_samples_are_normalised_by_round",)),
 ]  # fmt: skip
