@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
@@ -37,7 +38,15 @@ from tmm_core.dispatch.dispatcher import Dispatcher
 from tmm_core.dispatch.dry_run import dry_run
 from tmm_core.dispatch.explanation import _measurements, alike, explain_problem, kernel_infos
 from tmm_core.dispatch.first_use import size_class
-from tmm_core.dispatch.invariant import LADDER, _at, _position, _us_of_last_round, ladder, weight
+from tmm_core.dispatch.invariant import (
+    LADDER,
+    Rung,
+    _at,
+    _position,
+    _us_of_last_round,
+    ladder,
+    weight,
+)
 from tmm_core.dispatch.lookup import Lookup
 from tmm_core.dispatch.measuring import OTHER_KERNELS
 from tmm_core.dispatch.neighbour import Neighbours, _rank
@@ -2036,3 +2045,13 @@ def test_which_devices_records_are_comparable() -> None:
         other = SimpleNamespace(gpu="another", environment=environment)
         assert _rank(other, gpu) == found
         assert _rank(other, DEVICE) is None  # a CPU
+
+
+def test_the_cost_of_an_arithmetic_at_the_edge_and_inside() -> None:
+    """It counts where it was timed, also where it was timed at the edge alone."""
+    inside = [Rung(5.0, {"a": 10.0}), Rung(8.0, {"b": 8.0})]
+    rung = Rung(10.0, {"a": 10.0, "b": 12.0, "c": 20.0}, inside)
+    assert rung.regrets("a") == [0.0, math.log(2.0)]
+    assert rung.regrets("b") == [math.log(12.0 / 10.0), 0.0]
+    assert rung.regrets("c") == [math.log(2.0)]
+    assert rung.regrets("d") == []

@@ -1063,3 +1063,24 @@ def test_a_sparse_meta_tensor_is_refused_before_the_operator_is_called() -> None
         with pytest.raises(RuntimeError, match="kernels take dense tensors, got one of layout"):
             warm._on_meta(Arguments(*given))
     assert warm._on_meta(Arguments(dense.T, dense)).shape == (6, 6)
+
+
+@pytest.mark.parametrize(
+    ("k", "block", "fault"),
+    [
+        (64, "1x32", ""), (48, "1x32", "groups of 32 do not divide K = 48"),
+        (48, "1x16", "int8 has scales by tensor or row or 1x32 or 1x64 or 1x128, not 1x16"),
+    ],
+)  # fmt: skip
+def test_a_grid_of_scales_is_of_whole_blocks_that_the_format_has(
+    k: int, block: str, fault: str
+) -> None:
+    """The shape alone may be right."""
+    a, b = torch.randn(4, k).bfloat16(), torch.ones(k, 6, dtype=torch.int8)
+    scale = torch.ones(-(-k // int(block[2:])), 6)
+    call = Arguments(a, b, scale_b=scale, formats=f",int8/{block}")
+    if not fault:
+        assert check.check(call, IDENTITY) == (4, 6)
+        return
+    with pytest.raises(ValueError, match=fault):
+        check.check(call, IDENTITY)

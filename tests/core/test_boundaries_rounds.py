@@ -678,107 +678,6 @@ def test_outputs_are_judged_with_nan_and_inf_too(right: bool) -> None:
         checks._launched(made)
 
 
-@pytest.mark.parametrize("deterministic", [True, False])
-def test_other_bits_of_outputs_are_a_fault_of_deterministic_kernels_alone(
-    deterministic: bool,
-) -> None:
-    chain = replace(parse("identity"), outputs=(Port("x", "row", reduce="max"),))
-    data = DataSets(problem(m=8, n=8, k=8, epilogue=chain), CPU, 1 << 26)
-    calls = [0]
-
-    def run(a: Any, b: Any, bias: Any, residual: Any, alpha: float, out: Any, outputs: Any) -> Any:
-        y = torch.matmul(a, b, out=out)
-        calls[0] += 1
-        outputs[0].copy_(y.amax(1) * (1 + 1e-6 * calls[0]))
-        return y
-
-    checks = ways_of_use.WaysOfUse(data, run, deterministic, False)
-    of = data.sets()[0]
-    checks._launch(of)
-    if deterministic:
-        with pytest.raises(WrongError, match=r"output x.* has other bits for the same inputs"):
-            checks._launch(of)
-        return
-    checks._launch(of)
-    calls[0] = 10**5
-    with pytest.raises(WrongError, match="output x"):
-        checks._launch(of)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_no_output_holds_an_earlier_result_before_a_launch(dtype: torch.dtype) -> None:
-    """A launcher that does not write its output would seem right."""
-    chain = replace(
-        parse("identity"), outputs=(Port("x", "tile", dtype=dtype), Port("y", "row", reduce="sum"))
-    )
-    data = DataSets(problem(m=8, n=8, k=8, epilogue=chain), CPU, 1 << 26)
-    seen: list[bool] = []
-
-    def run(*given: Any, outputs: Any) -> torch.Tensor:
-        seen.extend(bool(t.isnan().all()) for t in outputs)
-        return torch.zeros(8, 8)
-
-    checks = ways_of_use.WaysOfUse(data, run, True, False)
-    outputs: Any = checks._outputs
-    for t in [torch.ones(64, dtype=dtype) for _ in range(4)]:
-        del t  # its memory is likely to be allocated next
-    _, made = outputs.apart(NONE)
-    assert seen == [True, True]
-    assert [(t.shape, t.dtype) for t in made] == [((8, 8), dtype), ((8,), torch.float32)]
-
-
-@pytest.mark.parametrize(
-    ("mode", "autocast", "grad", "inference"),
-    [
-        ("grad mode", False, True, False), ("no_grad", False, False, False),
-        ("inference mode", False, False, True), ("autocast", True, True, False),
-        ("autocast in inference mode", True, False, True),
-    ],
-)  # fmt: skip
-def test_the_modes_of_torch_in_which_a_launch_runs(
-    mode: Any, autocast: bool, grad: bool, inference: bool
-) -> None:
-    bf16 = Operand(torch.bfloat16)
-    data = DataSets(problem(m=8, n=8, k=8, a=bf16, b=bf16, out=bf16), CPU, 1 << 26)
-    seen: list[Any] = []
-
-    def run(a: Any, b: Any, bias: Any, residual: Any, alpha: float, out: Any) -> Any:
-        seen.append((torch.is_autocast_enabled("cpu"), torch.is_grad_enabled(),
-                     torch.is_inference_mode_enabled()))  # fmt: skip
-        assert not autocast or torch.get_autocast_dtype("cpu") is torch.bfloat16
-        return torch.matmul(a, b, out=out)
-
-    checks = ways_of_use.WaysOfUse(data, run, True, False)
-    checks._launch(data.sets()[0], mode=mode)
-    assert seen == [(autocast, grad, inference)]
-
-
-def test_every_mode_is_launched_with_and_without_an_output() -> None:
-    """Another form of a launcher is launched in further modes: the launcher was verified in these
-    before. Autocast is for problems of its dtypes."""
-    made: list[Any] = []
-
-    def modes(dtype: torch.dtype, called: str) -> list[Any]:
-        made.clear()
-        one = Operand(dtype)
-        data = DataSets(problem(m=8, n=8, k=8, a=one, b=one, out=one), CPU, 1 << 26)
-        checks = ways_of_use.WaysOfUse(data, NONE, True, False)
-        checks.called = called
-        checks._try = lambda of, when, mode, into=None: made.append((mode, into is not None, when))
-        list(checks.modes())
-        return list(made)
-
-    given = [(mode, True, f" of its out, under {mode}") for mode in ("grad mode", "no_grad")]
-    usual = [(mode, False, f", under {mode}") for mode in ("inference mode", "no_grad")]
-    cast, inside = "autocast", "autocast in inference mode"
-    allocating = [(mode, False, f", under {mode}") for mode in (cast, inside)]
-    given_cast = [(cast, True, f" of its out, under {cast}"), *given]
-    assert modes(F32, "") == given
-    assert modes(F32, ", called so") == [*usual, *given]
-    assert modes(HALF, "") == [*allocating, *given_cast]
-    assert modes(HALF, ", called so") == [*allocating, *usual, *given_cast]
-
-
 def test_writes_around_an_unusual_output_are_detected() -> None:
     data = DataSets(problem(m=8, n=8, k=8), CPU, 1 << 26)
     made = Round(data, Plan("x", Recipe(), "near", mode="no_grad"))
@@ -1155,29 +1054,6 @@ def test_a_fault_names_the_form_that_has_it(way: str, text: str) -> None:
     checked = checks.every_form()[1] if way == "modes" else checks
     with pytest.raises(WrongError, match=f"{text}$"):
         list(getattr(checked, way)())
-
-
-@pytest.mark.parametrize("layout", ["row", "col", "strided"])
-@pytest.mark.parametrize(("m", "batch"), [(12, 1), (7, 1), (1, 1), (2, 1), (4, 6)])
-def test_folded_operands_are_of_their_class_and_have_their_values(
-    layout: Any, m: int, batch: int
-) -> None:
-    """Else a kernel would be launched on a class that it declines."""
-    one = Operand(F32, layout, layout != "strided")
-    instance = problem(m=m, n=8, k=8, batch=batch, a=one, residual=Operand(F32))
-    inputs = random_inputs.make(instance, CPU)
-    shapes = []
-    for given, shape in ways_of_use.folds(instance, inputs):
-        a = given.a.view(1, -1) if given.a.dim() == 1 else given.a
-        flat = a.flatten(0, -2) if batch == 1 else a.flatten(0, -3)
-        assert torch.equal(flat, inputs.a)
-        assert guard_bands.in_class(flat, one) is guard_bands.in_class(inputs.a, one)
-        assert math.prod(shape) == batch * m * 8
-        assert given.residual is not None
-        assert given.residual.shape == shape
-        shapes.append(shape)
-    assert len(shapes) >= (3 if layout != "row" or batch != 1 else 4 + (m > 2))
-    assert (8,) in shapes or (m, batch) != (1, 1)
 
 
 @pytest.mark.parametrize("body", [None, "statements"])

@@ -749,12 +749,6 @@ def sizes_of(count: int, total: int, kind: Any, seed: int = 0) -> list[int]:
     return [end - start for _, start, end in compare.ranges(ends)]
 
 
-@pytest.mark.parametrize("kind", get_args(ragged_inputs.Sizes))
-def test_a_single_group_has_all_rows(kind: Any) -> None:
-    end = {"none": 0, "few": 4}.get(kind, 13)
-    assert ragged_inputs.ends_of(1, 13, random_inputs.seeded(CPU, 1), kind) == [end]
-
-
 @pytest.mark.parametrize("seed", range(4))
 def test_distributions_of_group_sizes(seed: int) -> None:
     assert sorted(sizes_of(8, 20, "small", seed)) == [1, 1, 2, 2, 2, 3, 3, 6]

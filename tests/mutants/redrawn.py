@@ -126,8 +126,8 @@ REDRAWN = [
     Mutant("redrawn-autocast-inside", "verify/checked_launch.py",
            'if mode.startswith("autocast"):', 'if mode == "autocast":',
            "no launch is verified under autocast in inference mode",
-           ("tests/core/test_boundaries_rounds.py::"
-            "test_the_modes_of_torch_in_which_a_launch_runs",)),
+           ("tests/core/test_boundaries_inputs.py::"
+            "test_the_modes_of_torch_that_a_launcher_is_launched_in",)),
     Mutant("redrawn-binds-all-at-once", "tuning/candidate_launchers.py",
            "if self._binding or self._outcomes:", "if self._binding:",
            "where no thread starts, all candidates are bound in one step",
