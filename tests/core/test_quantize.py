@@ -285,3 +285,14 @@ def test_a_compiled_call_of_a_parameter() -> None:
     x, weight = torch.randn(5, 16), torch.nn.Parameter(torch.randn(12, 16))
     compiled = torch.compile(tmm_core.linear, fullgraph=True, backend="eager")
     torch.testing.assert_close(compiled(x, weight), x @ weight.T)
+
+
+@pytest.mark.parametrize("name", ["int8", "int4", "fp8", "mxfp4", "mxfp8", "nvfp4"])
+def test_rounding_is_symmetric_and_takes_empty_weights(name: str) -> None:
+    """The largest values of both signs are clamped where the scale was rounded down."""
+    weight = torch.randn(64, 128).bfloat16()
+    one, other = (tmm_core.quantize(each, name).dequantize() for each in (weight, -weight))
+    assert not one.isnan().any()
+    assert torch.equal(one, -other)
+    for shape in ((0, 64), (4, 0), (0, 4, 64)):
+        assert tmm_core.quantize(torch.zeros(shape), name).shape == shape
