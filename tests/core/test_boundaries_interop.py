@@ -1017,6 +1017,9 @@ PAIRS: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], int]] = {
     "sum": (lambda a, b, c: F.silu(a @ b) + (a @ c), (A, B, B2), 0),
     "other rows": (lambda a, b, c: F.silu(a @ b) * ((a + 1) @ c), (A, B, B2), 0),
     "up is read": (lambda a, b, c: (F.silu(a @ b) * (z := a @ c), z), (A, B, B2), 0),
+    "rows of up are read": (
+        lambda a, b, c: (F.silu(a @ b) * (z := a @ c).view(1, 4, 6), z), (A, B, B2), 0,
+    ),
     "gate is read": (lambda a, b, c: ((g := F.silu(a @ b)) * (a @ c), g), (A, B, B2), 0),
     "itself": (lambda a, b: F.silu(z := a @ b) * z, (A, B), 0),
     "square": (lambda a, b: (g := F.silu(a @ b)) * g, (A, B), 0),
