@@ -322,9 +322,9 @@ def test_a_tuning_that_fails_is_reported_and_not_repeated() -> None:
         raise ValueError("broken")
 
     d.tuner.steps = failing  # type: ignore[method-assign,assignment]
-    with pytest.warns(Warning, match="tuning failed: ValueError: broken"):
-        until_done(d, clock, problem())
-    choice, _ = d.bound(problem(), BACKGROUND)
+    with pytest.warns(Warning, match="60×32×16.*tuning failed: ValueError: broken"):
+        until_done(d, clock, problem(60))
+    choice, _ = d.bound(problem(60), BACKGROUND)
     assert "tuning failed" in choice.reason
     assert not d.background
 

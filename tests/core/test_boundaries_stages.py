@@ -1171,6 +1171,19 @@ def test_where_no_thread_starts_one_candidate_is_bound_at_a_time(
     assert drained(made.some()) == {}
 
 
+def test_an_interrupt_of_a_binding_is_raised_and_other_exceptions_are_outcomes() -> None:
+    made = CandidateLaunchers(
+        SimpleNamespace(), 2, None, torch.device("cpu"), None, Deadline(math.inf), {}  # type: ignore[arg-type]
+    )  # fmt: skip
+    job = problem(), tried("a", 1)
+    for error in (ValueError("x"), MemoryError("x")):
+        made._outcomes = {job: error}
+        assert drained(made.some()) == {job: error}
+    made._outcomes = {job: KeyboardInterrupt()}
+    with pytest.raises(KeyboardInterrupt):
+        drained(made.some())
+
+
 def test_which_compilations_continue() -> None:
     """A compilation that was submitted ahead is not begun again. Unneeded ones are cancelled."""
     begun: list[str] = []

@@ -1694,6 +1694,19 @@ def test_the_factor_of_integers_is_whole(dtype: torch.dtype, alpha: float, found
     assert random_inputs.make(replace(instance, scaled=False), CPU, recipe=recipe).alpha == 1.0
 
 
+def test_the_terms_of_a_stored_product_are_as_large_as_the_product() -> None:
+    """A bias as large as stored numbers would hide the product's errors."""
+    one = Operand(BF16)
+    instance = problem(
+        m=64, n=256, k=64, a=one, b=replace(INT8, layout="col"), out=one, bias=BF16, residual=one
+    )
+    drawn = random_inputs.make(instance, CPU, seed=1)
+    for t in (drawn.bias, drawn.residual):
+        assert t is not None
+        assert 0.1 < float(t.float().std()) < 2.0
+    assert float(drawn.b.float().std()) > 10
+
+
 def test_each_row_is_gathered_twice_on_request() -> None:
     rows = drawn(Groups(3, "m", a_index=torch.int64), reads="twice")
     assert rows.a_index is not None
