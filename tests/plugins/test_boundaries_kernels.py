@@ -27,7 +27,7 @@ from tmm_triton.operands import TileConfig, _convention
 from tmm_triton.partials import MOST_WORKSPACE, reduction
 from tmm_triton.persistent import Persistent, PersistentConfig
 from tmm_triton.realigned import Misaligned, Realigned, bind_copy, copy_build
-from tmm_triton.roofline import times_us
+from tmm_triton.roofline import resident, times_us
 from tmm_triton.skinny import Skinny, SkinnyConfig
 from tmm_triton.split_k import SplitK, SplitKConfig
 from triton import language as tl
@@ -560,6 +560,21 @@ def test_the_interpreter_rounds_to_8_bits_as_a_gpu_does(kind: str, largest: floa
     found = builder.create_fp_to_fp(stored, tl.float32, None).data.tolist()
     assert found[:6] == [largest, -largest, largest, -largest, 1.0, -1.25]
     assert found[6] != found[6]
+
+
+@pytest.mark.parametrize(
+    ("registers", "warps", "programs"),
+    [
+        (1, 1, 32), (40, 1, 32), (41, 1, 31), (1, 4, 16), (8, 4, 16), (9, 4, 15), (231, 8, 1),
+        (232, 16, 1), (104, 16, 1), (40, 8, 4),
+    ],
+)  # fmt: skip
+def test_programs_that_an_sm_holds_by_registers_and_threads(
+    registers: int, warps: int, programs: int
+) -> None:
+    """An SM has 65,536 registers, 2,048 threads and 32 blocks; a thread has 24 registers more."""
+    config: Any = SimpleNamespace(num_warps=warps, registers=lambda problem: registers)
+    assert resident(DECODE, config) == programs
 
 
 # -- arguments ----------------------------------------------------------------------------

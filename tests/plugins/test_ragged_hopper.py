@@ -482,6 +482,7 @@ def test_the_grid_is_of_the_most_tiles_there_may_be() -> None:
         problem = grouped(m=m, count=count)
         assert tile_shapes.most_tiles(problem, config) == rows * 16
         assert tile_shapes.tile_count(problem, config) <= rows * 16
+    assert tile_shapes.most_tiles(replace(grouped(m=1, count=1), n=257), config) == 2
     sums = grouped("k", count=8)
     assert tile_shapes.most_tiles(sums, config) == tile_shapes.tile_count(sums, config) == 8 * 512
 
