@@ -221,6 +221,14 @@ class Ungated(Theirs):
         self.act_fn = nn.ReLU()
 
 
+class Unknown(Ungated):
+    """An activation that no epilogue has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.act_fn = nn.Hardtanh(-0.5, 0.5)
+
+
 class Normed(Theirs):
     has_post_expert_norm = True
 
@@ -254,7 +262,7 @@ def test_a_layer_without_the_decorators_description_is_not_an_expert_layer(name:
 
 
 @pytest.mark.usefixtures("interface")
-@pytest.mark.parametrize("kind", [Theirs, Clamped, Apart, Ungated, Normed])
+@pytest.mark.parametrize("kind", [Theirs, Clamped, Apart, Ungated, Unknown, Normed])
 def test_layers_of_transformers_use_the_products(kind: type[Theirs], products: list[Any]) -> None:
     layer = kind()
     x = torch.randn(7, 6, dtype=torch.float64)
@@ -263,7 +271,8 @@ def test_layers_of_transformers_use_the_products(kind: type[Theirs], products: l
     y = experts.forward(layer, x, index, weights)
     plain: Any = types.SimpleNamespace(num_experts=4)
     up = layer.up_proj if isinstance(layer, Ungated) else layer.gate_up_proj
-    gates: dict[type, Any] = {Ungated: F.relu, **dict.fromkeys((Clamped, Apart), layer._apply_gate)}
+    gates: dict[type, Any] = dict.fromkeys((Clamped, Apart), layer._apply_gate)
+    gates |= {Ungated: F.relu, Unknown: nn.Hardtanh(-0.5, 0.5)}
     for name, weight in (("gate_up_proj", up), ("down_proj", layer.down_proj)):
         weight = weight.mT if layer.is_transposed else weight
         setattr(plain, name, weight)

@@ -387,6 +387,18 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("name", ["int8", "int4"])
+def test_a_vector_has_no_other_dimension(name: str) -> None:
+    """It multiplies from both sides, although it is quantised along its only dimension."""
+    storage = BYTES[0] if name == "int4" else torch.randint(-99, 99, (256,), dtype=torch.int8)
+    vector = Quantized(storage, torch.rand(2) + 0.5, format=name, group=128)
+    expected = X.double() @ vector.dequantize().double()
+    for y in (
+        tmm_core.matmul(X, vector), tmm_core.matmul(vector, X.t()), tmm_core.linear(X, vector)
+    ):  # fmt: skip
+        assert compare.error(y, expected) <= compare.TOLERANCE[BF16]
+
+
 @pytest.mark.parametrize(
     ("data", "scale", "group", "stored", "block"),
     [
