@@ -451,7 +451,8 @@ def test_a_kernel_that_loses_in_steady_state_rewrites_no_graph(epilogue: str | N
 
 # A pass that reads gate and up and writes one half takes 9.3 µs on the CPU as tmm knows it.
 @pytest.mark.parametrize(
-    ("fast", "alone_us", "rewritten"), [(30.0, 23.0, 1), (30.0, 19.0, 0), (60.0, 40.0, 0)]
+    ("fast", "alone_us", "rewritten"),
+    [(30.0, 23.0, 1), (30.0, 19.0, 0), (60.0, 40.0, 0), (30.0, 20.8, 0)],
 )
 def test_records_decide_about_gates(
     fast: float, alone_us: float, rewritten: int, monkeypatch: pytest.MonkeyPatch
