@@ -138,6 +138,19 @@ def test_a_batch_invariant_kernel_must_not_depend_on_the_rows(rows: int, passes:
         run(checked.test_batch_invariant)
 
 
+def test_three_configs_must_not_depend_on_the_rows() -> None:
+    """The default config is one of them, and the first of the search space."""
+    for tile, passes in ((1, False), (3, False), (5, False), (7, True)):
+        kernel = Exact(
+            lambda m, its, run, tile=tile: float(m == 2 and its == tile), tiles=(1, 3, 5, 7)
+        )
+        if passes:
+            run(suite(kernel).test_batch_invariant)
+            continue
+        with pytest.raises(AssertionError, match=f"with tile={tile} rows 0 to 2 of 35"):
+            run(suite(kernel).test_batch_invariant)
+
+
 def test_fewer_rows_may_be_declined() -> None:
     few = Exact(lambda m, tile, run: m, against=lambda p: ["few"] * (p.m < 35))
     with pytest.raises(Skipped, match="declines fewer rows than 35"):
@@ -332,14 +345,6 @@ def test_two_launchers_of_a_problem_share_nothing(shared: bool) -> None:
             check()
     else:
         check()
-
-
-def test_each_config_is_bound_once() -> None:
-    kernel = FakeKernel("k")
-    one, two = FakeConfig(tile=1), FakeConfig(tile=2)
-    found = suite(kernel)._bound(problem(), [one, two, one])
-    assert [config for config, _ in found] == [one, two]
-    assert len(kernel.bound) == 2
 
 
 def parametrized(kernel: Any, name: str, **fields: Any) -> list[Any]:

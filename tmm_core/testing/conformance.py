@@ -463,8 +463,7 @@ class KernelConformance(RaggedProblems):
         return self.kernel.bind(problem, self.kernel.default_config(problem))
 
     def _bound(self, problem: Problem, configs: Sequence[Config]) -> list[tuple[Config, Launcher]]:
-        """Launchers of different configs, compiled in parallel on all cores."""
-        configs = list(dict.fromkeys(configs))
+        """Launchers of the configs, compiled in parallel on all cores."""
         with futures.ThreadPoolExecutor() as pool:
             launchers = pool.map(lambda config: self.kernel.bind(problem, config), configs)
             return list(zip(configs, launchers, strict=True))
@@ -523,4 +522,4 @@ class KernelConformance(RaggedProblems):
         configs = list(self.kernel.configs(problem))
         limit = self.max_configs or (64 if problem.device.type == "cuda" else 8)
         step = max(1, -(-len(configs) // limit))
-        return [self.kernel.default_config(problem), *configs[::step]]
+        return list(dict.fromkeys([self.kernel.default_config(problem), *configs[::step]]))
