@@ -420,6 +420,41 @@ def test_gradients_of_wide_outputs_and_biases() -> None:
         torch.testing.assert_close(mine.double(), theirs, rtol=0, atol=tolerance * scale)
 
 
+@pytest.mark.parametrize("epilogue", [None, "silu", "swiglu"])
+@pytest.mark.parametrize("columns", [True, False])
+@pytest.mark.parametrize("lead", [(), (1,), (1, 1), (2,), (1, 2)])
+def test_a_gradient_has_the_memory_layout_that_torch_gives_it(
+    lead: tuple[int, ...], columns: bool, epilogue: str | None
+) -> None:
+    """Torch's batch normalisation on a CPU computes wrong gradients from rows of one image, where
+    torch's own products would give it columns."""
+    weight = torch.randn(6, 8, dtype=torch.float64).requires_grad_()
+    strides = []
+    for linear in (torch.nn.functional.linear, tmm_core.linear):
+        x = torch.randn(*lead, 8, 5, dtype=torch.float64).mT
+        x = (x if columns else x.contiguous()).requires_grad_()
+        passed = x.view_as(x)
+        passed.register_hook(lambda grad: strides.append(grad.stride()))
+        if linear is tmm_core.linear:
+            y = tmm_core.linear(passed, weight, epilogue=epilogue)
+        else:
+            y = linear(passed, weight)
+            y = y if epilogue is None else parse(epilogue).apply(y)
+        y.sum().backward()
+    assert strides[0] == strides[1]
+
+
+def test_a_normalised_image_before_a_layer_has_its_gradients() -> None:
+    norm = torch.nn.BatchNorm2d(8, dtype=torch.float64).eval()
+    image = torch.randn(1, 8, 3, 3, dtype=torch.float64)
+    weight, grad = torch.randn(8, 8).double().requires_grad_(), torch.randn(1, 9, 8).double()
+    found = []
+    for linear in (torch.nn.functional.linear, tmm_core.linear):
+        y = linear(norm(image).flatten(2).mT, weight)
+        found.append(torch.autograd.grad(y, tuple(norm.parameters()), grad))
+    torch.testing.assert_close(*found)
+
+
 @pytest.mark.parametrize("transposed", [True, False])
 def test_a_gradient_has_the_memory_layout_of_its_operand(transposed: bool) -> None:
     """Else autograd copies it, transposing, to where it is kept."""

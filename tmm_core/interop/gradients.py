@@ -54,7 +54,10 @@ class Call:
         self.residual = autograd_state.form_of(residual)
         #: Whether all rows of a are multiplied by one matrix.
         self.many = len(self.b) <= 2 < len(self.a)
-        self.a_columns = autograd_state.is_column_major(a) and not self.many
+        #: Whether a, as one matrix, is column-major.
+        self.a_columns = autograd_state.is_column_major(a) and (
+            not self.many or math.prod(self.a[:-2]) == 1
+        )
         #: Whether b is column-major, in the orientation ``[K, N]``.
         self.b_columns = autograd_state.is_column_major(b) is not transposed
         self.transposed, self.eager = transposed, eager
