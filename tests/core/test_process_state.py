@@ -167,20 +167,21 @@ def test_a_launch_waits_once_for_a_bind_that_hangs(monkeypatch: pytest.MonkeyPat
         left.wait()
         torch.set_default_dtype(torch.float64)
 
-    turns = watched_call._turns
+    slow = watched_call._watching
     with ThreadPoolExecutor(1) as pool:
         binding = pool.submit(watched_call.watched, bind, CPU)
         try:
-            while not turns._running:
+            while not slow.locked():
                 time.sleep(1e-3)
-            (slow,) = turns._running
-            with turns.turn():
-                assert slow.is_slow
+            with watched_call._turn():
+                assert slow.locked()
+            assert watched_call._watching is not slow  # later launches do not wait for it
         finally:
             left.set()
         assert binding.result()[1] == ["torch's default dtype"]
     assert torch.get_default_dtype() is torch.float32
-    assert not turns._running
+    assert not slow.locked()
+    assert not watched_call._watching.locked()
 
 
 @pytest.mark.parametrize(

@@ -348,15 +348,14 @@ SYSTEMATIC_CORE = [
            ("tests/core/test_hostile_plugins.py::"
             "test_a_config_that_changes_costs_its_kernel_at_most",)),
     Mutant("binds-watched-at-once", "verify/watched_call.py",
-           "self._changed.wait_for(lambda: all(each.is_slow for each in self._running), TURN)",
-           "pass",
+           "if not lock.acquire(timeout=TURN):", "if not lock.acquire(timeout=0):",
            "a default dtype that a bind set stays, or a launch is blamed for it",
            ("tests/core/test_hostile_plugins.py::"
             "test_binds_of_plugins_exclude_each_other_unless_one_is_slow",
             "tests/core/test_process_state.py::"
             "test_a_launch_is_not_taken_for_the_bind_of_another_thread")),
     Mutant("watched-waits-for-the-slow", "verify/watched_call.py",
-           "other.is_slow = True", "pass",
+           "_watching = lock = threading.Lock()\n        lock", "lock = threading.Lock()\n        lock",
            "every launch waits a second beside a bind that hangs",
            ("tests/core/test_process_state.py::test_a_launch_waits_once_for_a_bind_that_hangs",)),
     Mutant("watched-once", "verify/process_state.py",

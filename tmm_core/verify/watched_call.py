@@ -23,49 +23,34 @@ T = TypeVar("T")
 _IDLE, _LONGEST_IDLE = 0.1, 5.0
 #: Seconds between two checks of the state.
 _CHECK_INTERVAL = 2e-3
-#: Maximum seconds for which a call waits until other threads' watched calls have returned.
+#: Maximum seconds for which a call waits until another thread's watched call has returned.
 TURN = 1.0
 
 
-class _Watched:
-    """A call that is being watched."""
-
-    #: Whether another call waited for it until :data:`TURN` was over; later calls do not wait.
-    is_slow = False
+#: The lock of the call that is watched. Two that restore the process's state would undo each
+#: other's work, and take the other's changes for their own.
+_watching = threading.Lock()
 
 
-class _Turns:
-    """Lets one call be watched at a time. Two that restore the process's state would undo each
-    other's work, and take the other's changes for their own. A slow call is not waited for."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._running: set[_Watched] = set()
-
-    @contextmanager
-    def turn(self) -> Iterator[None]:
-        """A context in which a call is watched."""
-        own = _Watched()
-        try:
-            with self._changed:
-                self._changed.wait_for(lambda: all(each.is_slow for each in self._running), TURN)
-                for other in self._running:
-                    other.is_slow = True
-                self._running.add(own)
-            yield
-        finally:
-            with self._changed:
-                self._running.discard(own)
-                self._changed.notify_all()
-
-
-_turns = _Turns()
+@contextmanager
+def _turn() -> Iterator[None]:
+    """A context in which one call is watched at a time. A call that takes more than :data:`TURN`
+    seconds keeps its lock to itself: it is waited for once."""
+    global _watching
+    lock = _watching
+    if not lock.acquire(timeout=TURN):
+        _watching = lock = threading.Lock()
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def _after_fork() -> None:
     """Forget calls of the parent process's other threads."""
-    global _turns
-    _turns = _Turns()
+    global _watching
+    _watching = threading.Lock()
 
 
 if hasattr(os, "register_at_fork"):  # absent on Windows
@@ -82,7 +67,7 @@ def watched(call: Callable[[], T], device: torch.device) -> tuple[T, list[str]]:
 
     One call is watched at a time, unless another one takes more than :data:`TURN` seconds.
     """
-    with _turns.turn():
+    with _turn():
         return _watched(call, device)
 
 
