@@ -847,23 +847,6 @@ def test_flops_are_two_for_each_term(a: Any, b: Any, found: int) -> None:
     assert flops.matmul_flops(a, b) == found
 
 
-def test_a_config_is_read_of_a_kernel_that_is_not_registered_too() -> None:
-    """Tools are given such a kernel. Its faults raise, and do not set it aside."""
-
-    class Raising(FakeConfig):
-        @classmethod
-        def from_json(cls, document: Any) -> Any:
-            raise KeyError("tile")
-
-    kernel = FakeKernel("k")
-    assert query.read_config(kernel, {"tile": 3}) == FakeConfig(tile=3)
-    with pytest.raises(ConfigError):
-        query.read_config(kernel, {"tiles": 3})
-    kernel.config_type = Raising
-    with pytest.raises(PluginError, match=r"^config_type raised KeyError: 'tile'$"):
-        query.read_config(kernel, {"tile": 3})
-
-
 def test_a_registered_kernels_config_is_checked_when_it_is_read() -> None:
     """Parsing is plugin code: products inside it are marked as nested."""
     inside: list[bool] = []
@@ -876,10 +859,13 @@ def test_a_registered_kernels_config_is_checked_when_it_is_read() -> None:
 
     kernel = FakeKernel("k")
     kernel.config_type = Parsing
-    d, _ = dispatcher(FakeBlas(), kernel)
+    d, _ = dispatcher(FakeBlas(), kernel, FakeKernel("plain"))
     checked: Any = d.registry.kernel("k")
     assert query.read_config(checked, {"tile": 1}) == Parsing(tile=1)
     assert inside == [True]
+    with pytest.raises(ConfigError):
+        query.read_config(d.registry.kernel("plain"), {"tiles": 3})
+    assert d.registry.kernel("plain").fault is None  # type: ignore[attr-defined]
     message = "config_type gave FakeConfig.*, not a Parsing"
     with (
         pytest.warns(TmmWarning, match=message),

@@ -373,8 +373,8 @@ ENVIRON = [
     Mutant(
         "plugin-supports-raise",
         "registry/query.py",
-        "return self._declared(problem) or self.declines(problem)",
-        "return self.supports.reasons_against(problem) or self.declines(problem)",
+        'with self._blamed("supports"):',
+        "if True:",
         "a declaration that raises ends every call",
         (f"{HOSTILE}::test_it_costs_itself_and_one_warning[supports that raise]",),
     ),

@@ -540,8 +540,8 @@ FRESH = [
            ("tests/core/test_hooks.py::"
             "test_wrappers_that_work_stay_around_where_one_of_them_fails",)),
     Mutant("fresh-unchecked-config", "registry/query.py",
-           "        if checked is None:\n            return kernel",
-           "        if True:\n            return kernel",
+           "    if not isinstance(kernel, CheckedKernel):\n        return kernel",
+           "    if True:\n        return kernel",
            "a registered kernel's config is not checked when it is read",
            ("tests/core/test_boundaries_registry.py::"
             "test_a_registered_kernels_config_is_checked_when_it_is_read",)),

@@ -73,19 +73,10 @@ def read_config(kernel: Kernel[Any], document: Mapping[str, Any]) -> Config:
         ConfigError: It is not a config of this kernel.
         PluginError: The kernel's own parsing failed, and the kernel is set aside.
     """
-    checked = kernel if isinstance(kernel, CheckedKernel) else None
-    try:
-        if checked is None:
-            return kernel.config_type.from_json(document)
-        with checked._running("config_type"):
-            return checked._config(kernel.config_type.from_json(document))
-    except ConfigError:
-        raise
-    except BaseException as error:
-        reraise(error)
-        if checked is not None:
-            raise checked.set_aside(checked._fault("config_type", error)) from error
-        raise PluginError(f"config_type raised {error_text(error)}") from error
+    if not isinstance(kernel, CheckedKernel):
+        return kernel.config_type.from_json(document)
+    with kernel._blamed("config_type", passing=(ConfigError,)), kernel._running("config_type"):
+        return kernel._config(kernel.config_type.from_json(document))
 
 
 class CheckedKernel(Kernel[Any]):
@@ -136,7 +127,10 @@ class CheckedKernel(Kernel[Any]):
 
     def reasons_against(self, problem: Problem) -> list[str]:
         try:
-            return self._declared(problem) or self.declines(problem)
+            # They may be of a plugin's class, or hold collections that raise.
+            with self._blamed("supports"):
+                reasons = _reasons(self.supports.reasons_against(problem))
+            return reasons or self.declines(problem)
         except PluginError as error:
             return [str(error)]
 
@@ -145,21 +139,6 @@ class CheckedKernel(Kernel[Any]):
             return self._call("declines", _reasons, problem)
         except PluginError as error:
             return [str(error)]
-
-    def _declared(self, problem: Problem) -> list[str]:
-        """Return the reasons of ``supports``, which may be of a plugin's class or hold collections
-        that raise.
-
-        Raises:
-            PluginError: The kernel is set aside.
-        """
-        if self.fault is not None:
-            raise PluginError(self.fault)
-        try:
-            return _reasons(self.supports.reasons_against(problem))
-        except BaseException as error:
-            reraise(error)
-            raise self.set_aside(self._fault("supports", error)) from error
 
     def configs(self, problem: Problem) -> list[Config]:
         """The search space.
@@ -244,19 +223,9 @@ class CheckedKernel(Kernel[Any]):
         Raises:
             PluginError: The kernel is set aside, now or before, or the candidate fails.
         """
-        if self.fault is not None:
-            raise PluginError(self.fault)
-        try:
-            with self._running(method, COMPILE_PATIENCE if compiles else None):
-                return check(getattr(self.kernel, method)(*arguments))
-        except passing:
-            raise
-        except BaseException as error:
-            reraise(error)
-            why = self._fault(method, error)
-            if compiles:
-                raise PluginError(f"{self._title}: {why}") from error
-            raise self.set_aside(why) from error
+        patience = COMPILE_PATIENCE if compiles else None
+        with self._blamed(method, compiles, passing), self._running(method, patience):
+            return check(getattr(self.kernel, method)(*arguments))
 
     def _or(self, default: T, method: str, check: Callable[[Any], T], *arguments: Any) -> T:
         try:
@@ -271,6 +240,27 @@ class CheckedKernel(Kernel[Any]):
                 self.fault = f"{self._title} is set aside: {why}"
         warn_of_plugin(self.source, self.fault)
         return PluginError(self.fault)
+
+    @contextmanager
+    def _blamed(
+        self,
+        method: str,
+        compiles: bool = False,
+        passing: tuple[type[BaseException], ...] = (),
+    ) -> Iterator[None]:
+        """A context in which an exception is the kernel's fault; see :meth:`_call`."""
+        if self.fault is not None:
+            raise PluginError(self.fault)
+        try:
+            yield
+        except passing:
+            raise
+        except BaseException as error:
+            reraise(error)
+            why = self._fault(method, error)
+            if compiles:
+                raise PluginError(f"{self._title}: {why}") from error
+            raise self.set_aside(why) from error
 
     @contextmanager
     def _running(self, method: str, patience: float | None = None) -> Iterator[None]:
