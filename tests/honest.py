@@ -183,13 +183,12 @@ def launcher(problem: Problem, how: Rounding) -> Launcher:
             if problem.groups is not None:
                 given = {name: extras.pop(name) for name in problem.groups.given}
                 rows = Rows(ends=tuple(given["offs"].tolist()), read=a.shape[0], **given)
-            y = honest.result(Inputs(a, b, bias, residual, alpha, extras, rows))
+            inputs = Inputs(a, b, bias, residual, alpha, extras, rows)
+            y = honest.result(inputs)
             out = problem.empty_out(CPU) if out is None else out
-            end = rows.defined(problem) if rows is not None else None
-            if end is not None:
-                out.narrow(end[0], 0, end[1]).copy_(y.narrow(end[0], 0, end[1]))
-                return out
-            return out.copy_(y)
+            defined = (..., *inputs.defined(problem))
+            out[defined] = y[defined].to(out.dtype)
+            return out
 
     return launch
 

@@ -731,13 +731,13 @@ def test_samples_that_are_wrong_or_not_finite_are_seen() -> None:
     known = Expected(rows, _sample(undefined[rows]), cols, _sample(undefined[:, cols]))
     assert known.error(undefined, 3) == 0
     assert known.error(undefined.index_fill(0, rows[1:], 2.0), 3) > 0
-    some = replace(sampled, within=(0, 100))
+    some = replace(sampled, defined=(slice(100), slice(10)))
     assert some.error(out, 1 << 12) == 0
-    beyond = Expected(None, _sample(expected[:60]), None, None, within=(0, 60))
+    beyond = Expected(None, _sample(expected[:60]), None, None, (slice(60), slice(10)))
     out[60:] = NAN
     assert beyond.error(out, 1 << 12) == 0
-    assert replace(beyond, within=(0, 0)).error(out, 1 << 12) == 0
-    right = Expected(None, _sample(expected[:, :4]), None, None, within=(1, 4))
+    assert replace(beyond, defined=(slice(0), slice(10))).error(out, 1 << 12) == 0
+    right = Expected(None, _sample(expected[:, :4]), None, None, (slice(100), slice(4)))
     assert right.error(torch.ones(100, 10), 7) == 0
 
 
@@ -832,16 +832,19 @@ def test_indices_and_weights_are_of_the_rows_in_groups(sizes: str) -> None:
 @pytest.mark.parametrize(
     ("groups", "whole", "defined"),
     [
-        (Groups(3, "m"), False, (0, 37)), (Groups(3, "m"), True, None),
-        (Groups(3, "n"), False, (1, 37)), (Groups(3, "k"), False, None),
-        (Groups(3, "m", zeroed=True), False, None),
+        (Groups(3, "m"), False, (37, 50)), (Groups(3, "m"), True, (40, 50)),
+        (Groups(3, "n"), False, (50, 37)), (Groups(3, "k"), False, (50, 50)),
+        (Groups(3, "m", zeroed=True), False, (40, 50)), (None, True, (50, 50)),
     ],
 )  # fmt: skip
 def test_a_result_is_defined_up_to_the_last_group(
-    groups: Groups, whole: bool, defined: tuple[int, int] | None
+    groups: Groups | None, whole: bool, defined: tuple[int, int]
 ) -> None:
-    instance = problem(m=40, n=40, k=40, groups=groups)
-    assert drawn(groups, whole=whole).defined(instance) == defined
+    sizes = {name: 40 if groups and groups.ragged == name else 50 for name in "mnk"}
+    instance = problem(**sizes, groups=groups)
+    rows = drawn(groups, whole=whole) if groups else None
+    inputs = Inputs(torch.empty(0), torch.empty(0), rows=rows)
+    assert inputs.defined(instance) == tuple(map(slice, defined))
 
 
 @pytest.mark.parametrize(
@@ -934,13 +937,13 @@ def test_the_column_that_depends_on_one_of_b() -> None:
     assert [nonfinite.column(pairs, line) for line in (0, 1, 14, 15)] == [0, 0, 7, 7]
 
 
-def expecting(axis: Any, within: tuple[int, int] | None = None) -> nonfinite.NonFinite:
+def expecting(axis: Any, **defined: Any) -> nonfinite.NonFinite:
     """Row or column 1 of a 3 × 2 or 2 × 3 result: NaN, then anything, then a number."""
     kinds = torch.tensor([[2.0, 0.0, 0.0]])
     free = torch.tensor([[False, True, False]])
     if axis == "columns":
         kinds, free = kinds.mT, free.mT
-    return nonfinite.NonFinite(axis, (), torch.tensor([1]), kinds, free, within)
+    return nonfinite.NonFinite(axis, (), torch.tensor([1]), kinds, free, **defined)
 
 
 @pytest.mark.parametrize("axis", ["rows", "columns"])
@@ -967,12 +970,13 @@ def test_where_nan_is_expected(axis: Any) -> None:
 def test_other_lines_have_the_bits_of_a_launch_without_nan(axis: Any) -> None:
     out = torch.ones(3, 3)
     out[1] = torch.tensor([NAN, 7.0, 0.0])
-    for within in (None, (0 if axis == "rows" else 1, 2)):
-        for row, col, seen in ((1, 1, False), (0, 2, True), (2, 0, within is None)):
+    first = (slice(2), slice(3)) if axis == "rows" else (slice(3), slice(2))
+    for defined in ({}, {"defined": first}):
+        for row, col, seen in ((1, 1, False), (0, 2, True), (2, 0, not defined)):
             usual = torch.ones(3, 3)
             usual[row, col] = torch.nextafter(usual[row, col], torch.tensor(2.0))
             given = (out, usual) if axis == "rows" else (out.mT, usual.mT)
-            fault = expecting(axis, within).fault(given[0], usual=given[1])
+            fault = expecting(axis, **defined).fault(given[0], usual=given[1])
             assert fault == (
                 f"with NaN and Inf in {axis} [1], elements of others have other bits"
                 if seen
@@ -995,7 +999,7 @@ def test_any_value_is_accepted_where_the_result_is_undefined() -> None:
     out = torch.zeros(3, 3)
     out[1, 0] = out[2, 2] = NAN
     assert "others" in str(expecting("rows").fault(out))
-    assert expecting("rows", within=(0, 2)).fault(out) is None
+    assert expecting("rows", defined=(slice(2), slice(3))).fault(out) is None
 
 
 @pytest.mark.parametrize("along", ["m", "n", "k"])

@@ -449,9 +449,10 @@ def test_special_values_of_groups(
     assert values is not None
     with planted(values.changes):
         right = compare.expected(instance, inputs).numbers
-    if (defined := inputs.rows.defined(instance)) is not None:
-        dim, size = defined
-        right.narrow(dim, size, right.shape[dim] - size).fill_(torch.nan)
+    written = torch.full_like(right, torch.nan)
+    defined = (..., *inputs.defined(instance))
+    written[defined] = right[defined]
+    right = written
     assert values.fault(right) is None
     assert values.fault(right.nan_to_num(0.0)) is not None
     # In an element that none of them affects.

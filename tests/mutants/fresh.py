@@ -446,7 +446,7 @@ FRESH = [
            ("tests/core/test_two_threads.py"
             "::test_threads_on_a_gpu_have_a_stream_each_and_begin_together",)),
     Mutant("fresh-samples-of-few-rows", "verify/data_sets.py",
-           "return rows if m <= SAMPLES + 2 else", "return rows if m <= SAMPLES else",
+           "    if size <= SAMPLES + 2:\n", "    if size <= SAMPLES:\n",
            "65 rows are not all compared where NaN and Inf are planted",
            (f"{VERIFY}::test_samples_are_of_results_with_more_rows_than_samples",)),
     Mutant("fresh-band-minus-offset", "verify/guard_bands.py",

@@ -191,8 +191,8 @@ GROUPED = [
     Mutant(
         "ragged-tail-compared",
         "verify/data_sets.py",
-        "        if self.within is not None:\n",
-        "        if False:\n",
+        "        out = out[defined]\n",
+        "",
         "what is beyond the last group has to be something",
         (
             f"{CORE}::test_both_distributions_are_timed_and_verified",
@@ -274,8 +274,8 @@ GROUPED = [
     Mutant(
         "ragged-special-beyond",
         "verify/nonfinite.py",
-        "within = inputs.rows.defined(problem)",
-        "pass",
+        "rows, cols = defined = inputs.defined(problem)",
+        "rows, cols = defined = slice(problem.m), slice(problem.n)",
         "what a right kernel leaves beyond the last group is held against it",
         ("tests/core/test_verifier.py::test_special_values_of_groups",),
     ),

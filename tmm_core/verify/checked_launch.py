@@ -38,15 +38,13 @@ _GRAD: dict[Mode, Callable[[], Any]] = {
 def _properties(given: Inputs) -> dict[str, tuple[Any, ...]]:
     """Return the properties of its arguments, by name, that a launch may not change besides their
     values: memory, gradients, and the versions by which a backward pass detects writes."""
-    named = {"a": given.a, "b": given.b, "bias": given.bias, "residual": given.residual}
     return {
         name: (
             t.data_ptr(), t.dtype, t.shape, t.stride(), t.requires_grad,
             id(t.grad) if t.is_leaf and t.requires_grad else None,
             None if t.is_inference() else t._version,
         )
-        for name, t in (named | given.extras).items()
-        if t is not None
+        for name, t in (given.tensors | given.extras).items()
     }  # fmt: skip
 
 

@@ -75,8 +75,8 @@ class Expected:
     #: The sampled columns; None if all rows are compared.
     cols: torch.Tensor | None
     in_cols: Sample | None
-    #: A dimension of the result, and the number of its elements that are defined.
-    within: tuple[int, int] | None = None
+    #: The rows and the columns that are defined.
+    defined: tuple[slice, slice] = (slice(None), slice(None))
 
     def is_finite(self, dtype: torch.dtype) -> bool:
         """Whether all expected numbers are finite in this dtype: an epilogue may be undefined."""
@@ -86,9 +86,8 @@ class Expected:
     def error(self, out: torch.Tensor, at_once: int) -> torch.Tensor:
         """The largest error (:func:`compare.worst`), as a tensor on the device. It is also NaN if
         an element that is not compared is not finite, although all compared ones should be."""
-        if self.within is not None:
-            dimension, size = self.within
-            out = out.narrow(dimension, 0, size)
+        defined = (..., *self.defined)
+        out = out[defined]
         if not out.numel():
             return torch.zeros((), dtype=torch.float32, device=out.device)
         if self.rows is None:
@@ -312,26 +311,18 @@ class DataSets:
 
     def sampled(self, inputs: Inputs) -> tuple[torch.Tensor, slice]:
         """Rows to compare, samples if there are many, and the columns that are defined."""
-        m, n, _ = self._defined(inputs)
-        rows = torch.arange(m, device=self.device)
-        return rows if m <= SAMPLES + 2 else _sample(m, self.device), slice(n)
-
-    def _defined(self, inputs: Inputs) -> tuple[int, int, tuple[int, int] | None]:
-        """The rows and columns of the result that are defined, and a limit along a dimension."""
-        p = self.problem
-        within = inputs.rows.defined(p) if inputs.rows else None
-        if within is None:
-            return p.m, p.n, None
-        return (within[1], p.n, within) if within[0] == 0 else (p.m, within[1], within)
+        rows, cols = inputs.defined(self.problem)
+        return _sample(rows.stop, self.device), cols
 
     def expect(self, inputs: Inputs, whole: bool) -> Expected:
         """Return the expected result, whole or in samples."""
-        m, n, within = self._defined(inputs)
-        rows = None if whole or m <= SAMPLES + 2 else _sample(m, self.device)
-        in_rows = self._reference(inputs, slice(m) if rows is None else rows, slice(n))
-        cols = None if rows is None else _sample(n, self.device)
-        in_cols = None if cols is None else self._reference(inputs, slice(m), cols)
-        return Expected(rows, in_rows, cols, in_cols, within)
+        rows, cols = defined = inputs.defined(self.problem)
+        if whole or rows.stop <= SAMPLES + 2:
+            return Expected(None, self._reference(inputs, rows, cols), None, None, defined)
+        some_rows, some_cols = _sample(rows.stop, self.device), _sample(cols.stop, self.device)
+        in_rows = self._reference(inputs, some_rows, cols)
+        in_cols = self._reference(inputs, rows, some_cols)
+        return Expected(some_rows, in_rows, some_cols, in_cols, defined)
 
     def _reference(self, inputs: Inputs, rows: compare.Places, cols: compare.Places) -> Sample:
         """Return the reference of these rows and columns, in pieces whose intermediates fit."""
@@ -339,12 +330,13 @@ class DataSets:
 
 
 def _sample(size: int, device: torch.device) -> torch.Tensor:
-    """Indices in ``range(size)``: one per stripe, the first and the last."""
+    """Indices in ``range(size)``: one per stripe, the first and the last; all if they are few."""
+    if size <= SAMPLES + 2:
+        return torch.arange(size, device=device)
     host = torch.device("cpu")
-    count = min(size, SAMPLES) + 1
-    edges = torch.linspace(0, size, count, dtype=torch.float64, device=host).long()
+    edges = torch.linspace(0, size, SAMPLES + 1, dtype=torch.float64, device=host).long()
     generator = random_inputs.seeded(host)
-    chance = torch.rand(count - 1, dtype=torch.float32, generator=generator, device=host)
+    chance = torch.rand(SAMPLES, dtype=torch.float32, generator=generator, device=host)
     inside = edges[:-1] + (chance * (edges[1:] - edges[:-1])).long()
     ends = torch.tensor([0, size - 1], device=host)
     places: torch.Tensor = torch.cat([inside, ends]).unique()

@@ -254,11 +254,10 @@ class Round:
         if plan.rolled:
             made = rewritten(data, of, of.recipe, of.seed)
             made = replace(made, alpha=plan.recipe.alpha if data.problem.scaled else 1.0)
-            for t in (made.a, made.b, made.bias, made.residual):
-                if t is not None:
-                    # CUDA rolls no 8-bit floats.
-                    stored = t.data.view(torch.uint8) if t.dtype.itemsize == 1 else t.data
-                    stored.copy_(stored.roll(1, -1))
+            for t in made.tensors.values():
+                # CUDA rolls no 8-bit floats.
+                stored = t.data.view(torch.uint8) if t.dtype.itemsize == 1 else t.data
+                stored.copy_(stored.roll(1, -1))
         elif plan.place == "same":
             made = rewritten(data, of, plan.recipe, self._seed)
         else:
@@ -279,10 +278,8 @@ class Round:
         spec = data.problem.out
         placed = unusual_layout(spec, data.problem.out_shape, near=place == "near")
         self._out = with_guard_bands(placed, data.device, UNWRITTEN, spec)
-        names = ("a", "b", "bias", "residual")
-        given = {name: t for name in names if (t := getattr(made, name)) is not None}
         if place == "apart":
-            moved: dict[str, Any] = in_one_memory({**given, "out": self._out.tensor})
+            moved: dict[str, Any] = in_one_memory({**made.tensors, "out": self._out.tensor})
             self._out = replace(self._out, tensor=moved.pop("out"))
             return replace(made, **moved)
         return made
@@ -305,10 +302,7 @@ class Round:
             with torch.enable_grad():
                 return t.detach().requires_grad_().view_as(t)  # as a layer's result
 
-        given = {
-            name: needs(getattr(inputs, name), name not in _ACTIVATIONS)
-            for name in ("a", "b", "bias", "residual")
-        }
+        given = {name: needs(t, name not in _ACTIVATIONS) for name, t in inputs.tensors.items()}
         rows = inputs.rows
         if rows is not None:
             rows = replace(rows, out_weights=needs(rows.out_weights, weight=False))

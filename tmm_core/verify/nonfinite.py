@@ -55,8 +55,8 @@ class NonFinite:
     #: The expected kinds (:func:`kinds_of`) in these places, and where any result is accepted.
     kinds: torch.Tensor
     free: torch.Tensor
-    #: A dimension of the result, and the number of its elements that are defined.
-    within: tuple[int, int] | None = None
+    #: The rows and the columns of the result that are defined.
+    defined: tuple[slice, slice] = (slice(None), slice(None))
 
     def fault(
         self, out: torch.Tensor, elsewhere_finite: bool = True, usual: torch.Tensor | None = None
@@ -67,10 +67,8 @@ class NonFinite:
             elsewhere_finite: All other results are finite.
             usual: The result of the same inputs without these values, of a deterministic kernel.
         """
-        if self.within is not None:
-            dimension, size = self.within
-            out = out.narrow(dimension, 0, size)
-            usual = None if usual is None else usual.narrow(dimension, 0, size)
+        defined = (..., *self.defined)
+        out, usual = out[defined], None if usual is None else usual[defined]
         elsewhere = ~out.isfinite()
         here = (..., self.places, slice(None)) if self.axis == "rows" else (..., self.places)
         elsewhere[here] = False
@@ -102,21 +100,16 @@ def nonfinite_inputs(problem: Problem, inputs: Inputs, axis: Axis, room: int) ->
         room: Bytes that operands of the reference may take in fp64.
     """
     chance = random.Random(random_inputs.new_seed())
-    within = None
-    if inputs.rows is not None:
-        within = inputs.rows.defined(problem)
     changes = tuple(_changes(problem, inputs, axis, chance))
     if not changes:
         return None
     affected = sorted({place for change in changes for place in change.places})
     places = torch.tensor(affected, device=inputs.a.device)
-    limits = [slice(problem.m), slice(problem.n)]
-    if within is not None:
-        limits[within[0]] = slice(within[1])
-    rows, cols = (places, limits[1]) if axis == "rows" else (limits[0], places)
+    rows, cols = defined = inputs.defined(problem)
+    at_rows, at_cols = (places, cols) if axis == "rows" else (rows, places)
     with planted(changes):
-        kinds, free = expected_kinds(problem, inputs, rows, cols, room)
-    return NonFinite(axis, changes, places, kinds, free, within)
+        kinds, free = expected_kinds(problem, inputs, at_rows, at_cols, room)
+    return NonFinite(axis, changes, places, kinds, free, defined)
 
 
 @contextmanager

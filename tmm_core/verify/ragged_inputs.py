@@ -167,14 +167,6 @@ class Rows:
         if given.bias is not None:
             _poison_at(given.bias, at)
 
-    def defined(self, problem: Problem) -> tuple[int, int] | None:
-        """The dimension along which the result ends with the last group, and the number of defined
-        elements along it. None if the whole result is defined."""
-        assert problem.groups is not None
-        if problem.along == "k" or problem.groups.zeroed or self.ends[-1] == problem.extent:
-            return None
-        return ("m", "n").index(problem.along), self.ends[-1]
-
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
@@ -190,6 +182,12 @@ class Inputs:
     rows: Rows | None = None
 
     @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The operands, the bias and the residual, by name."""
+        named = {"a": self.a, "b": self.b, "bias": self.bias, "residual": self.residual}
+        return {name: t for name, t in named.items() if t is not None}
+
+    @property
     def extras(self) -> dict[str, torch.Tensor]:
         """The keyword arguments of a launch."""
         return dict(self.parts) | (self.rows.given if self.rows else {})
@@ -201,6 +199,14 @@ class Inputs:
         if spec.scale is None or spec.scale.kind == "tensor":
             return {}
         return {name: t for name, t in self.parts.items() if name.startswith(f"{operand}_")}
+
+    def defined(self, problem: Problem) -> tuple[slice, slice]:
+        """Return the rows and the columns of the result that are defined. The result may end with
+        the last group."""
+        ends = {"m": problem.m, "n": problem.n}
+        if self.rows is not None and not (problem.groups and problem.groups.zeroed):
+            ends[problem.along] = self.rows.ends[-1]
+        return slice(ends["m"]), slice(ends["n"])
 
     def launch(self, launcher: Callable[..., torch.Tensor], out: Any) -> torch.Tensor:
         """Call a launcher, which writes to ``out`` or allocates."""
