@@ -18,6 +18,7 @@ import tmm_core
 from tmm_core.interop import autograd_state, fallbacks
 from tmm_core.nn import SwiGLU, activation, convert, packed_linear
 from tmm_core.nn.joint_storage import whole
+from tmm_core.nn.reached import Reached
 from tmm_core.nn.together import joint_of
 
 Tensor = torch.Tensor
@@ -176,10 +177,11 @@ def test_formulas_of_activations(forward: Any, epilogue: str | None) -> None:
 )  # fmt: skip
 def test_attributes_that_a_proof_read_must_be_unchanged(was: Any, now: Any, same: bool) -> None:
     module = nn.Module()
-    assert not activation.unchanged(module, (("x", was),))
+    reached = Reached(reads=(("x", was),))
+    assert not reached.holds(module)
     module.x = now
-    assert activation.unchanged(module, (("x", was),)) is same
-    assert activation.unchanged(module, ())
+    assert reached.holds(module) is same
+    assert Reached().holds(module)
 
 
 def test_hooks_and_a_forward_of_the_object_are_more_than_the_class() -> None:

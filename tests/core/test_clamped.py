@@ -127,7 +127,7 @@ def test_a_gate_is_proven_once(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = Layer()
     assert activation.gate_epilogue(layer, Layer.gate) == CLAMPED.key
     with monkeypatch.context() as patch:
-        patch.setattr(activation, "_looked_at", None)
+        patch.setattr(activation, "_examine_pairs", None)
         assert activation.gate_epilogue(layer, Layer.gate) == CLAMPED.key
     layer.limit = 3.0
     assert activation.gate_epilogue(layer, Layer.gate) == CLAMPED.with_parameters(1.702, 3).key
@@ -167,6 +167,7 @@ def test_other_gates_are_not_recognised(case: str) -> None:
 
 
 def test_a_graph_traced_before_leaves_it_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(activation, "_of_pairs", {})
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     assert activation.gate_epilogue(Layer(), Layer.gate) is None
 
@@ -204,7 +205,7 @@ def test_a_gate_of_halves_is_known_by_its_values_and_attributes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Transformers' own gates may cap or limit what they multiply: then they are not fused."""
-    monkeypatch.setattr(activation, "_of_halves", [])
+    monkeypatch.setattr(activation, "_of_halves", {})
     layer, capped = Halves(), Halves()
     capped.cap = 4.0
     with monkeypatch.context() as patch:
@@ -213,13 +214,13 @@ def test_a_gate_of_halves_is_known_by_its_values_and_attributes(
     assert not activation.multiplies_halves(capped, Halves.gate)
     assert activation.multiplies_halves(layer, Halves.gate)
     assert not activation.multiplies_halves(capped, Halves.gate)
-    assert len(activation._of_halves) == 2
+    assert len(activation._of_halves[Halves]) == 2
     for gate in (Halves.swapped, Halves.always_silu, Halves.limited):
         assert not activation.multiplies_halves(layer, gate)
 
 
 def test_a_gate_that_reads_objects_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(activation, "_of_halves", [])
+    monkeypatch.setattr(activation, "_of_halves", {})
     layer: Any = Halves()
     layer.config = types.SimpleNamespace(factor=1.0)
     assert not activation.multiplies_halves(layer, Halves.configured)
@@ -227,13 +228,14 @@ def test_a_gate_that_reads_objects_is_not_known(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_last_gates_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(activation, "_of_halves", [])
-    monkeypatch.setattr(activation, "_MOST_OF_HALVES", 2)
+    monkeypatch.setattr(activation, "_of_halves", {})
+    monkeypatch.setattr(activation, "_MOST_GATES", 2)
     layer = Halves()
     for cap in (1.0, 2.0, 3.0):
         layer.cap = cap
         assert not activation.multiplies_halves(layer, Halves.gate)
-    assert [dict(known.reads)["cap"] for known in activation._of_halves] == [2.0, 3.0]
+    known = activation._of_halves[Halves]
+    assert [dict(each.reached.reads)["cap"] for each in known] == [2.0, 3.0]
 
 
 def test_it_is_not_a_builtin_epilogue() -> None:

@@ -82,7 +82,7 @@ DRAWN_LAYERS = [
            "a kernelized MLP passes over the forward of its gate's class",
            (f"{KERNELIZE}::test_a_layer_with_a_forward_of_its_own_is_called",)),
     Mutant("layers-replaced-class", "integrations/kernel_layers.py",
-           "if proven is None or kind.forward is not proven[0]:", "if proven is None:",
+           "    if not reached.holds(mlp):\n        return None\n", "",
            "a kernelized MLP passes over a forward that its class has got since",
            ("tests/core/test_replaced_code.py::test_a_kernelized_mlp_runs_a_replaced_method",)),
     Mutant("layers-bound-forward", "integrations/kernel_layers.py",

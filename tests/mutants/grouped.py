@@ -306,8 +306,8 @@ GROUPED = [
     Mutant(
         "clamped-numbers",
         "nn/activation.py",
-        "(kept is None or not kept.is_(layer, gate))",
-        "kept is None",
+        "each.function is gate and each.reached.holds(layer)",
+        "each.function is gate",
         "a limit that changed is not fused any more",
         (f"{CLAMPED}::test_a_gate_is_proven_once",),
     ),

@@ -272,7 +272,7 @@ OUTER = [
            "a subclass with a forward of its own computes the plain product",
            (f"{LAYERS}::test_a_layer_computes_the_same_as_the_module",)),
     Mutant("outer-activations-looked-at", "integrations/kernel_layers.py",
-           "        activation.activated_by(module._modules.get(str(proven[2].activation)))\n",
+           "        activation.activated_by(module._modules.get(str(proven[1].activation)))\n",
            "        pass\n",
            "a graph that is compiled before any call leaves a gated MLP to torch",
            ("tests/core/test_boundaries_integrations.py::test_an_activation_that_is_not_recognised_gates_no_kernel",)),

@@ -100,9 +100,9 @@ def _does_no_more(layer: Any) -> bool:
     return not hooks and ("forward" not in layer.__dict__ or is_ours(layer))
 
 
-#: The forward of each examined class, and the computation that it was proven to do; None: not a
-#: gated MLP.
-_proven: dict[type[nn.Module], tuple[Any, Reached, fusion_match.Gating] | None] = {}
+#: The computation that the forward of each examined class was proven to do, with the code that it
+#: runs; None: not a gated MLP.
+_proven: dict[type[nn.Module], tuple[Reached, fusion_match.Gating] | None] = {}
 
 
 def is_gated_mlp(module: nn.Module) -> bool:
@@ -117,11 +117,11 @@ def is_gated_mlp(module: nn.Module) -> bool:
                 module.__dict__["forward"] = replaced
     proven = _proven[kind]
     if proven is not None:  # also examines the activation, before a graph is traced
-        activation.activated_by(module._modules.get(str(proven[2].activation)))
+        activation.activated_by(module._modules.get(str(proven[1].activation)))
     return proven is not None
 
 
-def _prove(module: nn.Module) -> tuple[Any, Reached, fusion_match.Gating] | None:
+def _prove(module: nn.Module) -> tuple[Reached, fusion_match.Gating] | None:
     if len(module._modules) < 3 or any(child._modules for child in module.children()):
         return None
     found = {name: activation.recognise(child) for name, child in module.named_children()}
@@ -131,9 +131,9 @@ def _prove(module: nn.Module) -> tuple[Any, Reached, fusion_match.Gating] | None
     except NotProvenError:
         return None
     # An attribute that the forward reads may differ from one module of the class to the next.
-    if traced.reads or traced.tensors or gating.activation is None:
+    if traced.reached.reads or traced.tensors or gating.activation is None:
         return None
-    return type(module).forward, traced.reached, gating
+    return traced.reached, gating
 
 
 def _gating(mlp: nn.Module) -> tuple[list[Any], str] | None:
@@ -142,9 +142,9 @@ def _gating(mlp: nn.Module) -> tuple[list[Any], str] | None:
     if kind not in _proven and not torch.compiler.is_compiling():
         is_gated_mlp(mlp)
     proven = _proven.get(kind)
-    if proven is None or kind.forward is not proven[0]:
+    if proven is None:
         return None
-    _, reached, gating = proven
+    reached, gating = proven
     children = mlp._modules
     layers = [children.get(name) for name in gating.names]
     if not (_does_no_more(layers[0]) and _does_no_more(layers[1])):

@@ -6,7 +6,6 @@ in float64.
 
 from __future__ import annotations
 
-import functools
 import operator
 import types
 from collections.abc import Callable, Iterable
@@ -20,8 +19,8 @@ from torch import fx, nn
 
 from tmm_core import compat
 from tmm_core.epilogues import ACTIVATIONS, EPILOGUES, TOLERANCE, named
-from tmm_core.nn.reached import CALLS, Reached, body, calls_of
-from tmm_core.nn.trace import CONSTANTS, NotProvenError, Reads, nested, trace, trace_method
+from tmm_core.nn.reached import CALLS, Absent, Reached, body, calls_of
+from tmm_core.nn.trace import CONSTANTS, NotProvenError, nested, trace, trace_method
 
 _FUNCTIONS = (F.relu, F.leaky_relu, F.gelu, F.silu, F.softplus, F.sigmoid, F.tanh)
 _OPERATORS = (operator.add, operator.sub, operator.mul, operator.truediv, operator.pow)
@@ -35,20 +34,12 @@ class Activation(NamedTuple):
     """A module that was proven to compute an epilogue, and what the proof assumed."""
 
     kind: type[nn.Module]
-    forward: Any
-    reads: Reads
     reached: Reached
     epilogue: str
 
     def is_(self, module: Any) -> bool:
         """Whether calling ``module`` does what was proven, and nothing more."""
-        return (
-            type(module) is self.kind
-            and self.kind.forward is self.forward
-            and not interposed(module)
-            and unchanged(module, self.reads)
-            and self.reached.holds(module)
-        )
+        return type(module) is self.kind and not interposed(module) and self.reached.holds(module)
 
 
 def interposed(module: nn.Module) -> bool:
@@ -72,27 +63,6 @@ def _is_its_own(module: nn.Module, forward: Any) -> bool:
     )
 
 
-def unchanged(module: Any, reads: Reads) -> bool:
-    """Whether the attributes of ``module`` have these values."""
-    for name, value in reads:
-        found = getattr(module, name, _ABSENT)
-        if found is value:
-            continue
-        if isinstance(value, functools.partial):
-            if not isinstance(found, functools.partial) or _parts(found) != _parts(value):
-                return False
-        elif type(found) is not type(value) or found != value:
-            return False
-    return True
-
-
-_ABSENT = object()
-
-
-def _parts(function: functools.partial[Any]) -> tuple[Any, ...]:
-    return function.func, function.args, function.keywords
-
-
 def recognise(module: nn.Module) -> Activation | None:
     """Return the epilogue that ``module`` computes; None if none is known, or it is not proven."""
     if [*module.children(), *module.parameters(), *module.buffers()] or interposed(module):
@@ -110,9 +80,9 @@ def recognise(module: nn.Module) -> Activation | None:
     name = found.pop() if len(found) == 1 else None
     if name is None:
         return None
-    kind: Any = type(module)
+    kind = type(module)
     reached = replace(traced.reached, names=(*traced.reached.names, *calls_of(kind)))
-    return Activation(kind, kind.forward, traced.reads, reached, name)
+    return Activation(kind, reached, name)
 
 
 def activated_by(module: Any) -> str | None:
@@ -183,18 +153,35 @@ def of_node(node: fx.Node, candidates: Iterable[str] = ACTIVATIONS) -> str | Non
 Gate = Callable[[Any, torch.Tensor], torch.Tensor]
 
 
-class _OfHalves(NamedTuple):
-    """Whether a gate multiplies an activation by a half with these attributes of the layer."""
+class _Gate(NamedTuple):
+    """A gate that was examined with these attributes of its layer, and the result."""
 
     function: Gate
     reached: Reached
-    reads: Reads
-    multiplies: bool
+    found: Any
 
 
-_MOST_OF_HALVES = 64
-#: The last ones that were examined.
-_of_halves: list[_OfHalves] = []
+#: Gates that were examined, by the class of their layer.
+_Gates = dict[type[nn.Module], tuple[_Gate, ...]]
+_of_halves: _Gates = {}
+_of_pairs: _Gates = {}
+#: The last ones of a class that are kept.
+_MOST_GATES = 64
+
+
+def _examined(
+    known: _Gates, examine: Callable[[nn.Module, Any], _Gate | None], layer: nn.Module, gate: Gate
+) -> Any:
+    """Return what ``examine`` found out about the gate of a layer. None if it cannot be examined,
+    or was not before a graph is traced."""
+    kind = type(layer)
+    for each in known.get(kind, ()):
+        if each.function is gate and each.reached.holds(layer):
+            return each.found
+    if torch.compiler.is_compiling() or (made := examine(layer, gate)) is None:
+        return None
+    known[kind] = (*known.get(kind, ()), made)[-_MOST_GATES:]
+    return made.found
 
 
 def multiplies_halves(layer: nn.Module, gate: Gate) -> bool:
@@ -204,79 +191,51 @@ def multiplies_halves(layer: nn.Module, gate: Gate) -> bool:
     ``gate`` must be a library's. Its values depend on constants of the layer, such as the limits of
     a clamp. False also if it was not examined before a graph is traced.
     """
-    for known in _of_halves:
-        same = known.function is gate and known.reached.holds(layer)
-        if same and all(getattr(layer, name, None) == value for name, value in known.reads):
-            return known.multiplies
-    if torch.compiler.is_compiling():
-        return False
+    return bool(_examined(_of_halves, _examine_halves, layer, gate))
+
+
+def _examine_halves(layer: nn.Module, gate: Any) -> _Gate | None:
     names = {name for code in nested(gate.__code__) for name in code.co_names} - {"act_fn"}
-    reads = {n: getattr(layer, n, None) for n in sorted(names) if not hasattr(nn.Module, n)}
-    if not all(isinstance(value, CONSTANTS) for value in reads.values()):
-        return False
-    multiplies = _is_of_halves(gate, reads)
-    _of_halves.append(_OfHalves(gate, Reached((body(gate),)), tuple(reads.items()), multiplies))
-    del _of_halves[:-_MOST_OF_HALVES]
-    return multiplies
-
-
-def _is_of_halves(gate: Any, reads: dict[str, Any]) -> bool:
+    reads = {n: getattr(layer, n, Absent) for n in sorted(names) if not hasattr(nn.Module, n)}
+    given = {name: value for name, value in reads.items() if value is not Absent}
+    if not all(isinstance(value, CONSTANTS) for value in given.values()):
+        return None
     near = torch.linspace(-3.0, 3.0, 61, dtype=torch.float64, device="cpu")
     points = torch.cat([near * factor for factor in (1.0, 10.0, 1e3, 1e30)])
     halves = torch.meshgrid(points, points, indexing="ij")
-    stand_in = types.SimpleNamespace(**reads, act_fn=torch.square)
+    multiplies = False
     with suppress(Exception):  # the library's code, on a stand-in of its layer
-        result = gate(stand_in, torch.cat(halves, -1))
-        return torch.equal(result, halves[0].square() * halves[1])
-    return False
-
-
-#: The attribute of a layer that stores its :class:`_Gate`.
-_KEPT_GATE = "_tmm_gate"
-_CLAMPS = ("clamp", "clamp_min", "clamp_max")
+        result = gate(types.SimpleNamespace(**given, act_fn=torch.square), torch.cat(halves, -1))
+        multiplies = torch.equal(result, halves[0].square() * halves[1])
+    return _Gate(gate, Reached((body(gate),), reads=tuple(reads.items())), multiplies)
 
 
 def gate_epilogue(layer: nn.Module, gate: Gate) -> str | None:
     """Return the epilogue of ``gate(layer, product)`` with the layer's ``alpha`` and ``limit``.
 
     None if it is another function, or was not examined before a graph is traced."""
-    numbers = tuple((name, getattr(layer, name, None)) for name in ("alpha", "limit"))
-    if not all(type(number) in (int, float) for _, number in numbers):
+    if any(type(getattr(layer, name, None)) not in (int, float) for name in ("alpha", "limit")):
         return None
-    kept = layer.__dict__.get(_KEPT_GATE)
-    if (kept is None or not kept.is_(layer, gate)) and not torch.compiler.is_compiling():
-        kept = layer.__dict__[_KEPT_GATE] = _looked_at(layer, gate, numbers)
-    return kept.epilogue if kept is not None and kept.is_(layer, gate) else None
+    found: str | None = _examined(_of_pairs, _examine_pairs, layer, gate)
+    return found
 
 
-class _Gate(NamedTuple):
-    """The epilogue that a layer's gate computes, and what the proof assumed."""
-
-    function: Gate
-    reads: Reads
-    reached: Reached
-    #: None: it computes no known epilogue with these attributes.
-    epilogue: str | None
-
-    def is_(self, layer: nn.Module, gate: Gate) -> bool:
-        return gate is self.function and unchanged(layer, self.reads) and self.reached.holds(layer)
-
-    def __reduce__(self) -> Any:  # copies examine the gate again
-        return types.NoneType, ()
-
-
-def _looked_at(layer: nn.Module, gate: Gate, numbers: Reads) -> _Gate:
-    (_, alpha), (_, limit) = numbers
-    known = gate, numbers, Reached()
+def _examine_pairs(layer: Any, gate: Gate) -> _Gate:
+    alpha, limit = layer.alpha, layer.limit
+    numbers = ("alpha", alpha), ("limit", limit)
+    reached, found = Reached(reads=numbers), None
     with suppress(Exception):  # third-party code, run on symbols
         epilogue = EPILOGUES["clamped_swiglu"].with_parameters(alpha, limit)
-        graph, reads, reached = trace_method(layer, gate)
-        known = gate, (*numbers, *reads), reached
+        graph, traced = trace_method(layer, gate)
+        reached = replace(traced, reads=(*numbers, *traced.reads))
         if _pairs_columns(graph):
-            found, grid = fx.GraphModule({}, graph)(_pairs(limit)), epilogue.apply(_pairs(limit))
-            if torch.allclose(found, grid, rtol=TOLERANCE, atol=TOLERANCE):
-                return _Gate(*known, epilogue.interned())
-    return _Gate(*known, None)
+            result, grid = fx.GraphModule({}, graph)(_pairs(limit)), epilogue.apply(_pairs(limit))
+            if torch.allclose(result, grid, rtol=TOLERANCE, atol=TOLERANCE):
+                found = epilogue.interned()
+    return _Gate(gate, reached, found)
+
+
+_CLAMPS = ("clamp", "clamp_min", "clamp_max")
 
 
 def _pairs_columns(graph: fx.Graph) -> bool:

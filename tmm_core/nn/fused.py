@@ -15,11 +15,10 @@ from torch import fx, nn
 
 from tmm_core import compat
 from tmm_core.nn import stored_weights
-from tmm_core.nn.activation import Activation, interposed, unchanged
+from tmm_core.nn.activation import Activation, interposed
 from tmm_core.nn.classes import own, subclass
 from tmm_core.nn.gated_layers import GatedMLP
 from tmm_core.nn.reached import Reached
-from tmm_core.nn.trace import Reads
 
 Tensor = torch.Tensor
 
@@ -27,12 +26,9 @@ Tensor = torch.Tensor
 class Assumed(NamedTuple):
     """The assumptions of a proof about a module's forward."""
 
-    #: The module's own class, and the forward it had.
+    #: The module's own class.
     kind: Any
-    forward: Any
-    #: Attributes that the forward reads, with their values.
-    reads: Reads
-    #: The code that the forward runs.
+    #: The code that the forward runs, and the attributes that it reads.
     reached: Reached
     #: Children, and parameters or buffers, that it uses.
     present: tuple[str, ...]
@@ -44,7 +40,7 @@ class Assumed(NamedTuple):
 
     def hold(self, module: nn.Module) -> bool:
         """Whether all assumptions still hold for ``module``."""
-        if self.kind.forward is not self.forward or compat.global_hooks():
+        if compat.global_hooks():
             return False
         children = module._modules
         for name in self.layers:
@@ -59,7 +55,7 @@ class Assumed(NamedTuple):
         for name in self.tensors:
             if getattr(module, name, None) is None:
                 return False
-        return unchanged(module, self.reads) and self.reached.holds(module)
+        return self.reached.holds(module)
 
 
 def computes_product(layer: Any) -> bool:

@@ -135,5 +135,4 @@ def _assumed(
 ) -> fused.Assumed:
     kind: Any = type(module)
     used = tuple((name, found) for name, found in known.items() if name in traced.present)
-    code = kind.forward, traced.reads, traced.reached
-    return fused.Assumed(kind, *code, traced.present, traced.tensors, layers, used)
+    return fused.Assumed(kind, traced.reached, traced.present, traced.tensors, layers, used)

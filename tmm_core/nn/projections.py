@@ -56,12 +56,12 @@ class JointProjections(Together):
 def joint(kind: Any, names: tuple[str, ...]) -> Any:
     """Return the class of attention of ``kind`` with joint projections."""
     proven = kind.forward
-    reached = Reached((body(proven),))
+    reached = Reached((body(proven),), names=((kind, "forward", proven),))
 
     @functools.wraps(proven)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         layers = [self._modules.get(name) for name in names]
-        usual = kind.forward is proven and reached.holds(self) and not compat.global_hooks()
+        usual = reached.holds(self) and not compat.global_hooks()
         if not usual or not all(type(layer) is Linear for layer in layers):
             return kind.forward(self, *args, **kwargs)
         _set_product(layers, JointProduct(layers))

@@ -1,11 +1,12 @@
-"""Detects that the code of a forward was replaced after a proof about it.
+"""Detects that the code of a forward, or what it reads, was replaced after a proof about it.
 
-A class may get another method, a Python module another function or constant, and a function new
-code in an interactive session. Torch's own code is not watched.
+A class may get another method, a Python module another function or constant, a function new code in
+an interactive session, and a module other attributes. Torch's own code is not watched.
 """
 
 from __future__ import annotations
 
+import functools
 import sys
 import types
 from dataclasses import dataclass
@@ -18,22 +19,28 @@ from torch import nn
 CALLS = ("__call__", "_call_impl", "_slow_forward")
 
 
+class Absent:
+    """Stands for the value of an attribute that a module lacks."""
+
+
 @dataclass(frozen=True)
 class Reached:
-    """The code that a forward reached when it was traced.
+    """The code that a forward reached when it was traced, and the values that it read.
 
     Attributes:
         functions: Each function with its code and its defaults.
         methods: The methods that the module calls as its own, with the class and the name.
         names: Other names of classes and of Python's modules, with their values.
+        reads: Attributes of the module, with their values.
     """
 
     functions: tuple[tuple[Any, ...], ...] = ()
     methods: tuple[tuple[type, str, Any], ...] = ()
     names: tuple[tuple[Any, str, Any], ...] = ()
+    reads: tuple[tuple[str, Any], ...] = ()
 
     def holds(self, module: nn.Module) -> bool:
-        """Whether ``module`` would run the same code now."""
+        """Whether ``module`` would run the same code now, and read the same values."""
         # Torch's compiler cannot read code, and guards the code that it traces.
         if self.functions and not torch.compiler.is_compiling():
             for function, code, defaults, by_name in self.functions:
@@ -46,7 +53,11 @@ class Reached:
                 return False
         for owner, name, value in self.names:
             found = getattr(owner, name, None)
-            if found is not value and (type(found) is not type(value) or found != value):
+            if found is not value and not _equal(found, value):
+                return False
+        for name, value in self.reads:
+            found = getattr(module, name, Absent)
+            if found is not value and not _equal(found, value):
                 return False
         return True
 
@@ -57,19 +68,29 @@ class Reached:
         # Neither code nor Python's modules can be pickled: the code of the reading process counts.
         functions = tuple(function for function, *_ in self.functions)
         named = [(_named(owner), name, value) for owner, name, value in self.names]
-        return _read, (functions, self.methods, named)
+        return _read, (functions, self.methods, named, self.reads)
+
+
+def _equal(found: Any, value: Any) -> bool:
+    if isinstance(value, functools.partial):
+        return isinstance(found, functools.partial) and _parts(found) == _parts(value)
+    return type(found) is type(value) and bool(found == value)
+
+
+def _parts(function: functools.partial[Any]) -> tuple[Any, ...]:
+    return function.func, function.args, function.keywords
 
 
 def _named(owner: Any) -> Any:
     return owner.__name__ if isinstance(owner, types.ModuleType) else owner
 
 
-def _read(functions: Any, methods: Any, named: Any) -> Reached:
+def _read(functions: Any, methods: Any, named: Any, reads: Any) -> Reached:
     names = (
         (sys.modules.get(owner) if isinstance(owner, str) else owner, name, value)
         for owner, name, value in named
     )
-    return Reached(tuple(map(body, functions)), methods, tuple(names))
+    return Reached(tuple(map(body, functions)), methods, tuple(names), reads)
 
 
 def body(function: Any) -> tuple[Any, ...]:

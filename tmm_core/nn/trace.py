@@ -42,22 +42,16 @@ class NotProvenError(Exception):
     """Why a forward stays as it is."""
 
 
-#: Attributes of a module with their values.
-Reads = tuple[tuple[str, Any], ...]
-
-
 @dataclass(frozen=True)
 class Trace:
     """The graph of a forward of one tensor, and what the proof assumed."""
 
     #: In training, and in evaluation.
     graphs: tuple[fx.Graph, fx.Graph]
-    #: Attributes of the module that the forward reads, with their values.
-    reads: Reads
     #: Children of the module that the forward calls, and parameters and buffers that it reads.
     present: tuple[str, ...]
     tensors: tuple[str, ...]
-    #: The code that the forward runs.
+    #: The code that the forward runs, and the attributes that it reads.
     reached: Reached
 
 
@@ -76,8 +70,7 @@ def trace(module: nn.Module) -> Trace:
         raise NotProvenError("its forward does not take one tensor")
     graphs = _graph(module, training=True), _graph(module, training=False)
     names = _Names(module, graphs).of_forward()
-    reads = tuple(names.reads.items())
-    return Trace(graphs, reads, tuple(names.present), tuple(names.tensors), names.reached())
+    return Trace(graphs, tuple(names.present), tuple(names.tensors), names.reached())
 
 
 def reads_as_usual(module: nn.Module) -> bool:
@@ -89,16 +82,15 @@ def reads_as_usual(module: nn.Module) -> bool:
     )
 
 
-def trace_method(module: nn.Module, method: Any) -> tuple[fx.Graph, Reads, Reached]:
+def trace_method(module: nn.Module, method: Any) -> tuple[fx.Graph, Reached]:
     """Return the graph of ``method(module, x)`` for a method of one tensor that calls no module.
-    Also return the attributes of the module that it reads, and the code that it runs.
+    Also return the code that it runs, and the attributes of the module that it reads.
 
     Raises:
         NotProvenError: It may do more than its graph shows.
     """
     graph = graph_of(lambda x: method(module, x))
-    names = _Names(module, (graph,)).of_method(method)
-    return graph, tuple(names.reads.items()), names.reached()
+    return graph, _Names(module, (graph,)).of_method(method).reached()
 
 
 def _code_of(function: Any) -> types.CodeType:
@@ -207,9 +199,9 @@ class _Names:
         self._functions: dict[Any, None] = {}
         self._methods: dict[str, Any] = {}
         self._globals: dict[tuple[str, str], Any] = {}
-        #: Classes whose forward is reached through super(), with that forward.
-        self._inherited: list[tuple[Any, str, Any]] = []
-        self.reads: dict[str, Any] = {}
+        #: The module's class, and those whose forward is reached through super(), with the forward.
+        self._forwards: list[tuple[Any, str, Any]] = []
+        self._reads: dict[str, Any] = {}
         self.present: dict[str, None] = {}
         self.tensors: dict[str, None] = {}
         self._targets: set[Any] = set()
@@ -224,13 +216,15 @@ class _Names:
 
     def of_forward(self) -> _Names:
         """Resolve the names of the module's forward, and return this object."""
-        kinds = [kind for kind in type(self._module).__mro__ if "forward" in vars(kind)]
+        own: Any = type(self._module)
+        self._forwards.append((own, "forward", own.forward))
+        kinds = [kind for kind in own.__mro__ if "forward" in vars(kind)]
         # The last is nn.Module's own; those between are reached through super().
         first: Any = vars(kinds[0])["forward"]
         self._scan(first)
         if "super" in first.__code__.co_names:
             for kind in kinds[1:-1]:
-                self._inherited.append((kind, "forward", vars(kind)["forward"]))
+                self._forwards.append((kind, "forward", vars(kind)["forward"]))
                 self._scan(vars(kind)["forward"])
         return self._checked()
 
@@ -249,7 +243,8 @@ class _Names:
         methods = ((kind, name, method) for name, method in self._methods.items())
         names = ((sys.modules[of], name, value) for (of, name), value in self._globals.items())
         functions = map(body, self._functions)
-        return Reached(tuple(functions), tuple(methods), (*names, *self._inherited))
+        reads = tuple(self._reads.items())
+        return Reached(tuple(functions), tuple(methods), (*names, *self._forwards), reads)
 
     def _scan(self, function: Any) -> None:
         if not is_torchs(function):
@@ -293,7 +288,7 @@ class _Names:
                 raise NotProvenError(f"its method {name} calls a base class's")
             self._scan(self._methods[name])
         elif hasattr(module, name):
-            self.reads[name] = self._constant(name, getattr(module, name))
+            self._reads[name] = self._constant(name, getattr(module, name))
         elif name not in self._targets and not _is_pure(name, scope, self._targets):
             raise NotProvenError(f"its forward uses {name}, which its trace does not show")
         else:
