@@ -84,20 +84,6 @@ def _set_product(layers: Sequence[Any], product: JointProduct | None) -> None:
             layer.__dict__["_joint_product"] = product
 
 
-class _Columns:
-    """The projections of one tensor, each until its layer has taken it."""
-
-    def __init__(self, x: Tensor, version: int, columns: dict[int, Tensor]) -> None:
-        self._input, self._version, self._columns = x, version, columns
-
-    def of(self, place: int, x: Tensor) -> Tensor | None:
-        """Return the projection by the layer at that place; None if it is not of ``x``, or ``x``
-        has changed since."""
-        if x is not self._input or _version(x) != self._version:
-            return None
-        return self._columns.pop(place, None)
-
-
 class JointProduct:
     """The joint product of one call of an attention's forward.
 
@@ -107,14 +93,19 @@ class JointProduct:
 
     def __init__(self, layers: Sequence[Any]) -> None:
         self._layers = layers
-        self._columns: _Columns | None = None
+        #: The input, its version, and the projections that no layer has taken yet, by its place.
+        self._found: tuple[Tensor, int, dict[int, Tensor]] | None = None
 
     def of(self, layer: Any, x: Tensor) -> Tensor | None:
-        """Return the projection of ``x`` by ``layer``; None: the layer computes it."""
-        columns = self._columns
-        if columns is None:
-            columns = self._columns = _Columns(x, _version(x), self._product(x))
-        return columns.of(self._layers.index(layer), x)
+        """Return the projection of ``x`` by ``layer``. None: the layer computes it, because the
+        product is of another tensor, or ``x`` has changed since."""
+        found = self._found
+        if found is None:
+            found = self._found = x, _version(x), self._product(x)
+        input, version, columns = found
+        if x is not input or _version(x) != version:
+            return None
+        return columns.pop(self._layers.index(layer), None)
 
     def _product(self, x: Tensor) -> dict[int, Tensor]:
         layers = self._layers
