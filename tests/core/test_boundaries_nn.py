@@ -244,19 +244,19 @@ def test_shards_are_gated_with_and_without_a_gradient(
     mlp.requires_grad_(learning)
     gate, up = mlp.gate_proj, mlp.up_proj
 
-    def shards(gate: Any, up: Any, x: Tensor, join: Any, product: Any) -> Tensor:
-        return product(x, gate.weight, up.weight, gate.bias, up.bias)  # type: ignore[no-any-return]
+    def shards(mlp: Any, gate: Any, up: Any, x: Tensor) -> Tensor:
+        return sharded._product(x, gate.weight, up.weight, gate.bias, up.bias, mlp.epilogue)
 
     monkeypatch.setattr(sharded, "gated", shards)
     if not kernel:
-        monkeypatch.setattr(gated_layers, "recorded_product", lambda *_: None)
+        monkeypatch.setattr(sharded, "recorded_product", lambda *_: None)
     y = mlp._sharded_product(gate, up, x)
     assert y is not None
     assert y.requires_grad is learning
     torch.testing.assert_close(y, F.silu(gate(x)) * up(x))
     if kernel and interpreting():
         given = gate.weight, up.weight, gate.bias, up.bias
-        recorded = gated_layers.recorded_product(x, *given, "swiglu")
+        recorded = sharded.recorded_product(x, *given, "swiglu")
         assert recorded is not None
         torch.testing.assert_close(recorded, y)
     with torch.autocast("cpu", dtype=BF16):

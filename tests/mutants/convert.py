@@ -35,7 +35,7 @@ CONVERTED = [
            (f"{RANKS}::test_a_sharded_gated_mlp_trains_after_inference",)),
     Mutant("convert-unregistered", "nn/together.py", "layer._parameters.keys() >= set(_KINDS)", "True",
            "FullyShardedDataParallel cannot cast a gated MLP", (f"{RANKS}::test_flat_fsdp_casts_a_gated_mlp",)),
-    Mutant("convert-gathered-shards", "nn/gated_layers.py", "whole(shard) and compat.holds_storage_alone(shard)",
+    Mutant("convert-gathered-shards", "nn/sharded.py", "whole(shard) and holds_storage_alone(shard)",
            "whole(shard)", "shards that FSDP gathers keep the weights of the first step",
            (f"{RANKS}::test_weights_that_fsdp_gathers_are_not_moved",)),
     Mutant("convert-gathered-weights", "nn/convert.py", "            module.reshard()", "            pass",

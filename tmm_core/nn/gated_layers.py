@@ -17,8 +17,7 @@ from torch import nn
 from tmm_core import compat, dispatch
 from tmm_core.epilogues import GATED_BY
 from tmm_core.interop import autograd_state
-from tmm_core.nn.gated_product import gated, gated_linear, recorded_product, run, two_products
-from tmm_core.nn.joint_storage import move_together, whole
+from tmm_core.nn.gated_product import gated, gated_linear, recorded_product, run
 from tmm_core.nn.linear import Linear, is_leaf, leaf
 from tmm_core.nn.together import Together, only_multiply
 from tmm_core.quantized import Quantized
@@ -163,28 +162,7 @@ class GatedMLP(Together):
             return None
         from tmm_core.nn import sharded
 
-        def product(
-            x: Tensor, gate: Tensor, up: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None
-        ) -> Tensor:
-            operands = x, gate, up, gate_bias, up_bias, self._text
-            if autograd_state.recorded(*operands[:5]):
-                y = recorded_product(*operands)
-                return two_products(*operands) if y is None else y
-            return run(*operands)
-
-        return sharded.gated(gate, up, x, self._join_shards, product)
-
-    def _join_shards(self, of_gate: list[Tensor], of_up: list[Tensor]) -> None:
-        where = [t.data_ptr() for t in (*of_gate, *of_up)]
-        if where == self._shards_seen or (
-            of_gate[0].is_cuda and torch.cuda.is_current_stream_capturing()
-        ):
-            return
-        for first, second in zip(of_gate, of_up, strict=True):
-            if first.shape == second.shape and all(map(_movable, (first, second))):
-                move_together(first, second)
-        # Tried once per set of addresses: shards that could not be joined are not retried.
-        self._shards_seen = [t.data_ptr() for t in (*of_gate, *of_up)]
+        return sharded.gated(self, gate, up, x)
 
     def _layers(self) -> list[Any]:
         return [self._modules[name] for name in self._names]
@@ -200,12 +178,6 @@ class GatedMLP(Together):
 
 
 SwiGLU = GatedMLP
-
-
-def _movable(shard: Tensor) -> bool:
-    """Whether a shard has a storage to itself. FSDP gathers a shard into a buffer that it writes
-    again in later calls. A shard that was moved out of this buffer would keep the old values."""
-    return whole(shard) and compat.holds_storage_alone(shard)
 
 
 def _sharded(layer: Any) -> bool:

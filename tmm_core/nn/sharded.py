@@ -11,37 +11,25 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from tmm_core.compat import dtensor_of, dtensor_spec, local_tensor
+from tmm_core.compat import dtensor_of, dtensor_spec, holds_storage_alone, local_tensor
 from tmm_core.interop.autograd_state import recorded
+from tmm_core.nn.gated_product import recorded_product, run, two_products
+from tmm_core.nn.joint_storage import move_together, whole
 from tmm_core.nn.linear import Linear
 
 Tensor = torch.Tensor
 
-#: Takes x, gate, up and their biases, as local tensors of a rank.
-Product = Callable[[Tensor, Tensor, Tensor, "Tensor | None", "Tensor | None"], Tensor]
 
-
-def gated(
-    gate: Any,
-    up: Any,
-    x: Tensor,
-    join: Callable[[list[Tensor], list[Tensor]], None],
-    product: Product,
-) -> Tensor | None:
-    """Return the result of the two layers and the gating. None if the layers are not sharded in the
-    same way by columns of one mesh dimension, or do more than multiply.
-
-    Args:
-        join: Places the shards of gate (weight, bias) and of up one after the other.
-        product: Computes this rank's part.
-    """
+def gated(mlp: Any, gate: Any, up: Any, x: Tensor) -> Tensor | None:
+    """Return the result of a gated MLP's first two layers and the gating. None if the layers are
+    not sharded in the same way by columns of one mesh dimension, or do more than multiply."""
     if not (_column_sharded(gate) and _column_sharded(up)):
         return None
     if not _placed_alike(gate, up):
@@ -60,7 +48,7 @@ def gated(
     held: Any = [[local_tensor(p) for p in each] for each in (of_gate, of_up)]
     hidden = any(t is None for t in (*held[0], *held[1]))  # `None in` compares tensors
     if not hidden:
-        join(*held)
+        _join(mlp, *held)
     learns = hidden or recorded(x, *of_gate, *of_up)
     # Each rank's gradient of x is a term of the sum over the columns.
     local: Any = x.to_local(grad_placements=[Partial()]) if learns else local_tensor(x)
@@ -68,7 +56,7 @@ def gated(
         local = _awaited(local) if learns else local.wait()
     shards: Any = [[p.to_local() for p in each] for each in (of_gate, of_up)] if learns else held
     biases = [pair[1] if len(pair) > 1 else None for pair in shards]
-    y = product(local, shards[0][0], shards[1][0], biases[0], biases[1])
+    y = _product(local, shards[0][0], shards[1][0], *biases, mlp._text)
     kind = dtensor_spec(x), dtensor_spec(of_gate[0]), y.dtype
     if learns or kind not in _specs:
         shape = torch.Size([*x.shape[:-1], of_gate[0].shape[0]])
@@ -84,6 +72,34 @@ def gated(
     for hook in gate._forward_hooks.values():
         whole = hook(gate, (x,), whole)
     return whole  # type: ignore[no-any-return]
+
+
+def _join(mlp: Any, of_gate: list[Tensor], of_up: list[Tensor]) -> None:
+    """Place the shards of gate (weight, bias) and of up one after the other."""
+    where = [t.data_ptr() for t in (*of_gate, *of_up)]
+    if where == mlp._shards_seen or (
+        of_gate[0].is_cuda and torch.cuda.is_current_stream_capturing()
+    ):
+        return
+    for first, second in zip(of_gate, of_up, strict=True):
+        if first.shape == second.shape and all(map(_movable, (first, second))):
+            move_together(first, second)
+    # Tried once per set of addresses: shards that could not be joined are not retried.
+    mlp._shards_seen = [t.data_ptr() for t in (*of_gate, *of_up)]
+
+
+def _movable(shard: Tensor) -> bool:
+    """Whether a shard has a storage to itself. FSDP gathers a shard into a buffer that it writes
+    again in later calls. A shard that was moved out of this buffer would keep the old values."""
+    return whole(shard) and holds_storage_alone(shard)
+
+
+def _product(*operands: Any) -> Tensor:
+    """This rank's part, of x, gate, up, their biases and the epilogue."""
+    if not recorded(*operands[:5]):
+        return run(*operands)
+    y = recorded_product(*operands)
+    return two_products(*operands) if y is None else y
 
 
 #: Specs of results, by the specs of x and of the weight and by dtype, and their maximum number.
