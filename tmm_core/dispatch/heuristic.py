@@ -1,4 +1,7 @@
-"""Chooses a candidate without a measurement, for a problem without a record."""
+"""Chooses a candidate without a measurement, for a problem without a record.
+
+docs/notes/tuning.md has the measurements behind the limits.
+"""
 
 from __future__ import annotations
 
@@ -14,16 +17,11 @@ from tmm_core.spec.problem import Problem
 from tmm_core.tuning.ranking import fastest_first
 
 #: Without a measurement, another kernel is chosen over BLAS only if its estimate is below BLAS's
-#: times this factor. Estimates are rooflines, and a default config is not the best one. Untuned
-#: choices for 431 shipped records took these shares of BLAS's time on an H200 and an H100. With a
-#: factor of 0.85: 0.90 and 0.93. With 0.9: 0.89 and 0.93. With 0.95: 0.88 and 0.94, where 24 % of
-#: the choices on the H100 lose.
+#: times this factor. Estimates are rooflines, and a default config is not the best one.
 ADVANTAGE = 0.9
 
 #: A near problem's winner is taken if its estimate is at most this many times the least estimate.
-#: Tiles that filled the GPU there may leave half of it idle here. Leave-one-out over 940 shipped
-#: records: the choice takes 1.053 times the best on average, and at most 1.28 times BLAS's time.
-#: Without this limit these are 1.065 and 1.85; by estimates alone, 1.081 and 1.37.
+#: Tiles that filled the GPU there may leave half of it idle here.
 NEAR = 1.2
 
 

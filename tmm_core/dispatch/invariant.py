@@ -34,9 +34,8 @@ from tmm_core.spec.operand import ALIGNMENT, Layout, Operand
 from tmm_core.spec.problem import Problem
 from tmm_core.tuning.ranking import behind, fastest_first, identity, times_around
 
-#: The M at which arithmetics are compared, from decode to prefill. With 1, 4096 and 8192 as well,
-#: the first call of a weight would wait for three more tunings. All 24 weights on record would get
-#: the same arithmetic, on both GPUs.
+#: The M at which arithmetics are compared, from decode to prefill. More of them would not change
+#: the choice (docs/notes/batch_invariance.md), and the first call of a weight would wait longer.
 LADDER = (16, 64, 256, 1024)
 #: Weight of the worst M relative to the mean over all M, both as logarithms.
 WORST = 0.5

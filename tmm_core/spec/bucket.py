@@ -49,8 +49,7 @@ def probes(edge: int) -> tuple[int, ...]:
 
 def between(edge: int) -> tuple[int, ...]:
     """Return further M inside the bucket of ``edge``, at which only BLAS is timed. BLAS needs no
-    compilation, and its time is no monotonic function of M. With a weight of 1280×8192 and a bias,
-    cuBLAS takes 44 µs for M = 769, 27 for 833 and 36 for 896 (H100). Empty up to 64.
+    compilation, and its time is no monotonic function of M (docs/notes/tuning.md). Empty up to 64.
 
     >>> [between(edge) for edge in (64, 80, 320, 5120)]
     [(), (67, 69, 71, 74, 76, 78), (265, 273, 281, 296, 304, 312), (4225, 4481, 4737, 4992)]

@@ -162,8 +162,7 @@ def of_each_arithmetic(
     Also return those expected to be the fastest of their arithmetic at another M of the record.
 
     In batch-invariant mode other M may prefer an arithmetic that is slower here. Its best config is
-    then used here, and screening does not show which config that is. Example: with K split in two,
-    the config that screening chose for 1500×1536×8960 (H200) takes 82.7 µs in use, another 73."""
+    then used here, and screening does not show which config that is."""
     alike: dict[object, list[CandidateRun]] = {}
     for run in _fastest_first(racing):
         if (arithmetic := group(problem, run.candidate)) is not None:
@@ -198,8 +197,7 @@ def for_the_bucket(problem: Problem, reserves: Sequence[CandidateRun]) -> list[C
     """Return the reserves to race and to measure inside the bucket. A reserve that beats BLAS at
     the edge answers inside if the winner is not deterministic or not capture-safe and the call
     needs that. If no reserve beats BLAS, the fastest kernel within :data:`BEHIND` may still be
-    ahead inside. cuBLAS won 1280×8192 at the edge, M = 896, but at 780 it took 39 µs and a kernel
-    took 26."""
+    ahead inside."""
     blas = min((run.time for run in reserves if run.is_baseline), default=math.inf)
     if ahead := [run for run in reserves if run.time <= blas * (1 - MARGIN)]:
         return ahead

@@ -17,9 +17,8 @@ MARGIN = 0.01
 #: Times this close to the best are a tie. A fixed rule breaks it, so that restarts agree.
 TIE = 0.005
 
-#: Times of large products that differ by less do not show which is faster in longer use. Ratios of
-#: six kernels on three problems (H100) in bursts of 3 and 15 ms are within 2 % of those in bursts
-#: of a second. In steady state, one kernel measured twice differs by up to 3 %.
+#: Times of large products that differ by less do not show which is faster in longer use
+#: (:data:`tmm_core.tuning.timing.BURST_US`).
 CLOSE = 0.02
 
 #: An M that was never measured gets its own race if calls take more than this many µs. A wrong
@@ -62,9 +61,8 @@ def fastest_first(record: TuningRecord, *also: str) -> list[CandidateResult]:
 def slower_in_steady_state(
     results: Iterable[CandidateResult], by: float = CLOSE
 ) -> list[CandidateResult]:
-    """Return the results that take longer than BLAS in steady state, by this part of BLAS's time.
-    In interleaved bursts the GPU clock follows the mean power of all candidates. In steady state it
-    follows the power of one candidate."""
+    """Return the results that take longer than BLAS in steady state, by this part of BLAS's
+    time."""
     results = list(results)
     blas = [r.steady_us for r in results if r.kernel == BASELINE and r.steady_us is not None]
     if not blas:

@@ -3,7 +3,8 @@
 Known candidates come first: BLAS, the winner so far, and winners of the same or a near problem on a
 GPU of the same architecture. The kernels' own configs follow, by estimate. Once some of a kernel's
 configs have been timed, its estimates are scaled by the best ratio of measured to expected time.
-Configs still expected to lose are never compiled.
+Configs still expected to lose are never compiled. docs/notes/tuning.md has the measurements behind
+the limits.
 """
 
 from __future__ import annotations
@@ -28,14 +29,11 @@ from tmm_core.tuning.candidate_launchers import Deadline
 from tmm_core.tuning.ranking import fastest_first
 from tmm_core.verify.environment_faults import BUDGET_ENDED
 
-#: A config expected to take more than this many times BLAS's expected time is left out. On 165
-#: problems (H200) that loses no winner; 1.5 would lose none either, 1.4 two.
+#: A config expected to take more than this many times BLAS's expected time is left out.
 HOPELESS = 1.6
 
 #: A kernel whose best estimate is more than this many times the least of all estimates has no
-#: reserved place in the first batch. Replayed for 860 shipped records, the best proposed time is
-#: 0.73 % above the best known, at worst 15 %. With a place for every kernel: 0.77 and 22 %. With
-#: 1.3, five more winners' kernels are not tried. With 22 candidates instead of 24 in all: 0.78 %.
+#: reserved place in the first batch.
 UNLIKELY = 1.4
 
 #: Maximum number of candidates from other records that are tried first.
@@ -44,14 +42,11 @@ MOST_HINTS = 6
 #: Octaves of M, N and K within which a record counts as close to this problem.
 CLOSE = 0.5
 
-#: Candidates in the first batch, and in all: usually, and with a close record. On 208 problems
-#: (H200) without hints, a first batch of eight and then the candidates that may still win loses
-#: 0.07 % on average.
+#: Candidates in the first batch, and in all: usually, and with a close record.
 BATCHES, CLOSE_BATCHES = (12, 20), (8, 12)
 
 #: Further candidates of the first batch in batch-invariant mode, which has several arithmetics to
-#: try. Replayed for 287 shipped records, the best proposed config of the weight's arithmetic is 0.7
-#: % slower than the best known, at worst 14 %. Without further candidates these are 0.8 and 24 %.
+#: try.
 MORE_INVARIANT = 4
 
 #: Kernels whose best estimates differ by at most this factor are interleaved in a batch.
@@ -61,10 +56,7 @@ SIMILAR = 1.1
 ESTIMATES_A_STEP = 16
 
 #: A config is compiled, or waited for, only if its scaled estimate times this factor is below the
-#: best time so far. The factors hold after one, two and more timed configs of its kernel. In 869
-#: shipped records the last factor drops 3 % of winners after four other configs, and loses 0.06 %
-#: on average. After one config it would drop 17 % and lose 0.4 %; the first two factors lose 0.09
-#: and 0.06 %.
+#: best time so far. The factors hold after one, two and more timed configs of its kernel.
 CAUTION = (0.85, 0.9, 0.95)
 
 
@@ -346,9 +338,7 @@ def _interleaved(
     """Interleave the ranked candidates of the kernels within :data:`SIMILAR` of the best.
 
     Estimates rank the configs of one kernel better than they rank kernels. A kernel whose estimates
-    ignore a part of its config has many equal estimates, which would fill a batch. On an
-    H100 ``triton.persistent`` took 12 of 18 places for 7488×3584×2560, and the Hopper kernel one.
-    The Hopper kernel's best config, 7 % ahead of BLAS, was never tried."""
+    ignore a part of its config has many equal estimates, which would fill a batch."""
     best = {c.kernel: estimates[c] or 0.0 for c in reversed(ranked)}
     similar = [kernel for kernel in best if best[kernel] <= min(best.values()) * SIMILAR]
     similar.sort(key=best.__getitem__)

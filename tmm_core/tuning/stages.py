@@ -1,4 +1,7 @@
-"""The stages of one tuning: candidates are compiled, verified, and timed in ever longer rounds."""
+"""The stages of one tuning: candidates are compiled, verified, and timed in ever longer rounds.
+
+docs/notes/tuning.md has the measurements behind the limits.
+"""
 
 from __future__ import annotations
 
@@ -41,25 +44,20 @@ from tmm_core.verify.verifier import Extent, Verifier
 SCREENING, SCREENING_US, SCREENING_KEEPS = 3, 400.0, 1.3
 SECOND, SECOND_US, SECOND_KEEPS = 4, 1500.0, 1.06
 FINAL = 9
-#: Warm-up samples of the last round, until a GPU's clock is what its power allows. On an H100 4096³
-#: takes 172 µs at first and 195 after that; 384×4096² in tiles of 128×96 takes 22 µs and then 25.
+#: Warm-up samples of the last round, until a GPU's clock is what its power allows.
 SETTLE = 4
-#: µs of a steady-state measurement. With half of it, the times of two tile orders differed by 10 %.
+#: µs of a steady-state measurement.
 STEADY_US = 0.3e6
 #: A kernel is measured in steady state again if its first time was within this share of the longest
 #: time with which it may still win. One kernel measured twice differs by up to 3 %.
 UNCLEAR = 0.03
 #: Of the kernels that beat BLAS in the last round, so many are measured in steady state at first.
-#: If these are slower than BLAS there, more follow, up to the second number. Measuring four at
-#: first would have changed the choice for 12 of 44 products on record: 0.4 % faster in steady
-#: state, 0.1 % slower in use.
+#: If these are slower than BLAS there, more follow, up to the second number.
 STEADY_FIRST, STEADY_MOST = 2, 4
-#: A kernel that takes at most this share of BLAS's time in use is also faster in steady state. In
-#: all 55 such measurements, on both GPUs, it was at least 1.3 % ahead there.
+#: A kernel that takes at most this share of BLAS's time in use is also faster in steady state.
 CLEAR = 1 / 1.15
 #: Maximum number of candidates that the last round compares with BLAS, and of those that are then
-#: timed at other M. 896 shipped records have times of all of them there. The best of
-#: four is 0.07 % slower than the best of all, at worst 11 %; the best of three 0.15 % and 14 %.
+#: timed at other M.
 FINALISTS, KEPT = 6, 4
 #: Maximum number of races: another follows if a finalist turns out to be wrong.
 RACES = 3
