@@ -7,6 +7,7 @@ import contextlib
 import functools
 import importlib.metadata
 import inspect
+import itertools
 import math
 import sys
 import threading
@@ -217,13 +218,30 @@ def test_a_plugin_waits_if_its_own_code_does() -> None:
     for between in ([], ["concurrent.futures._base"]):
         waits = ["threading", *between, "fast_gemm"]
         for caller in ("tmm_core.verify.verifier", "tmm_core.registry.query", None):
-            found = nesting._waiting(frames(*waits, "torch.nn", "pluggy", caller, "__main__"))
+            found = nesting._plugin(frames(*waits, "torch.nn", "pluggy", caller, "__main__"))
             assert found == {"fast_gemm", "pluggy"}
-        assert not nesting._waiting(frames(*waits, "tmm_core.nn.linear", "__main__"))
-        assert not nesting._waiting(frames(*waits, "tmm_triton.plugin", "tmm_core.tuning.a"))
-        assert not nesting._waiting(frames("threading", *between, "tmm_core.tuning.tuner"))
-        assert not nesting._waiting(frames(*waits, "__main__"))
-    assert not nesting._waiting(frames("fast_gemm", "tmm_core.verify.verifier"))
+        assert not nesting._plugin(frames(*waits, "tmm_core.nn.linear", "__main__"))
+        assert not nesting._plugin(frames(*waits, "tmm_triton.plugin", "tmm_core.tuning.a"))
+        assert not nesting._plugin(frames("threading", *between, "tmm_core.tuning.tuner"))
+        assert not nesting._plugin(frames(*waits, "__main__"))
+
+
+def test_a_plugin_that_does_not_wait_may_wait_for_the_same_plugins_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """After some patience: its code may ask again and again whether that thread has ended."""
+    running = frames("fast_gemm", "tmm_core.verify.verifier")
+    waiting = frames("threading", "fast_gemm", "tmm_core.verify.verifier")
+    cases = itertools.product((running, waiting), ("fast_gemm", "users", "torch"))
+    for (frame, own), likely, late in itertools.product(cases, (False, True), (False, True)):
+        here = frames("tmm_core.launch.nesting", own)
+        monkeypatch.setattr(sys, "_current_frames", lambda f=frame: {0: f})
+        monkeypatch.setattr(sys, "_getframe", lambda f=here: f)
+        theirs = own != "users"  # this thread runs no code but the plugin's
+        found = theirs or not likely
+        if frame is running:
+            found = late and own == "fast_gemm"
+        assert nesting.awaited(likely, late) is found, (own, likely, late)
 
 
 @pytest.mark.parametrize("module", [__name__, "users"])

@@ -50,8 +50,7 @@ def turn(lock: Any, likely: bool = False) -> Iterator[bool]:
     that holds it may wait for this one. ``likely`` is :func:`awaited`'s."""
     began = time.monotonic()
     while not lock.acquire(timeout=_CHECK_INTERVAL):
-        late = time.monotonic() - began > _PATIENCE
-        if awaited(likely) or (late and awaited(likely=True, running=True)):
+        if awaited(likely, late=time.monotonic() - began > _PATIENCE):
             yield False
             return
     try:
@@ -60,24 +59,26 @@ def turn(lock: Any, likely: bool = False) -> Iterator[bool]:
         lock.release()
 
 
-def awaited(likely: bool = False, running: bool = False) -> bool:
+def awaited(likely: bool = False, late: bool = False) -> bool:
     """Whether a plugin's code in another thread waits for a thread, which may be this one: it may
     not wait for that thread.
 
     Args:
         likely: Leave out plugins whose waiting code lacks a package that this thread runs.
-        running: Include plugins' code that runs, if this thread runs some of it.
+        late: Include plugins' code that does not wait, if it has all packages that this thread
+            runs, and there are some.
     """
     here = threading.get_ident()
-    own = {package for package, _ in _code(sys._getframe())} - LIBRARIES if likely else set()
+    ours = _code(sys._getframe()) if likely or late else ()
+    own = {package for package, _ in ours} - LIBRARIES
     # No variable holds the frames, since this one is among them: it would be kept alive by itself.
     waiting = {
         thread
         for thread, frame in sys._current_frames().items()
         if thread != here
-        and (packages := _waiting(frame, running))
-        and own <= packages
-        and (own or not running)
+        and ((waits := frame.f_globals.get("__name__") == "threading") or (late and own))
+        and (packages := _plugin(frame))
+        and (own <= packages or (waits and not likely))
     }
     _WAITING.update(waiting)
     return bool(waiting)
@@ -92,15 +93,13 @@ def has_waited() -> bool:
     return waited
 
 
-def _waiting(frame: Any, running: bool = False) -> set[str]:
-    """Return the packages of a plugin's code that waits for a thread, or is ``running``; empty if
-    there is none."""
+def _plugin(frame: Any) -> set[str]:
+    """Return the packages of the plugin's code that a thread runs; empty if it runs none."""
     packages: set[str] = set()
-    if running or frame.f_globals.get("__name__") == "threading":
-        for package, name in _code(frame):
-            if package in OWN_PACKAGES:
-                return packages - LIBRARIES if name.startswith(_RUNS_PLUGINS) else set()
-            packages.add(package)
+    for package, name in _code(frame):
+        if package in OWN_PACKAGES:
+            return packages - LIBRARIES if name.startswith(_RUNS_PLUGINS) else set()
+        packages.add(package)
     return set()
 
 
