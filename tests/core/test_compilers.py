@@ -426,7 +426,7 @@ def test_the_tuner_binds_compiled_candidates_and_records_other_reasons(
     }  # fmt: skip
     left = found.left["compiled.one", kernel.version]
     assert (left.cause, left.reason[:39]) == ("hung", "its compiler died (signal 11, SIGSEGV):")
-    faults = [fault.reason for fault in found.faults[Source("compiled.one")]]
+    faults = [reason for _, reason in found.faults[Source("compiled.one")]]
     assert len(faults) == 3
     raised = next(fault for fault in faults if "no such layout" in fault)
     line = PLUGIN[: PLUGIN.index("raise ValueError")].count("\n") + 1

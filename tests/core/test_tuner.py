@@ -202,7 +202,7 @@ def test_hanging_binds_cost_one_limit_and_no_other_candidate(
     # A limit of time is no verdict, and whoever wrote the kernel should know of it.
     assert {c.kernel for c in record.candidates} == {"blas", "good"}
     assert found.left["a.hangs", "1"].cause == "hung"
-    reasons = [fault.reason.partition(" (")[0] for fault in found.faults[Source("a.hangs")]]
+    reasons = [reason.partition(" (")[0] for _, reason in found.faults[Source("a.hangs")]]
     assert reasons == ["did not bind within 0.4 s"] * 20
 
 

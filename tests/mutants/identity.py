@@ -118,7 +118,7 @@ IDENTITY = [
     Mutant("identity-helpers", "spec/identity.py", "yield from _globals_of(value, seen)", "pass",
            "what a function that is called reads is no part of it", (GLOBAL,)),
     Mutant("identity-other-packages", "spec/identity.py",
-           "if _package_of(value.__module__) == package:", "if True:",
+           "if top_level(value.__module__) == package:", "if True:",
            "an epilogue follows all that a library's function reads",
            (f"{USERS}::test_functions_classes_and_modules_are_not_variables",)),
     Mutant("identity-of-modules", "spec/identity.py", "variable = Global(vars(module), attribute)",

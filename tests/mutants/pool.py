@@ -159,8 +159,8 @@ POOL = [
     Mutant(
         "pool-waiter-sleeps",
         "tuning/compile_pool.py",
-        "                future.set_running_or_notify_cancel()  # else futures.wait() blocks\n",
-        "                pass\n",
+        "            future.set_running_or_notify_cancel()  # else futures.wait() blocks\n",
+        "",
         "a waiter of a cancelled candidate sleeps on",
         (f"{PARTS}::test_cancelled_jobs_are_named_to_the_host_and_wake_their_waiters",),
     ),

@@ -49,7 +49,7 @@ def version_of(kernel: Any, stated: str, distribution: str = "") -> str:
         return stated
     kinds = type(kernel), kernel.config_type
     files = code_version(*kinds, functions=vars(kernel).values())
-    parts = [stated, files, *_outside(distribution, {_top(kind.__module__) for kind in kinds})]
+    parts = [stated, files, *_outside(distribution, {top_level(kind.__module__) for kind in kinds})]
     text = "+".join(dict.fromkeys(parts))
     return text if len(text) <= NAME_MAX else _short(text)
 
@@ -83,7 +83,7 @@ def format_code(form: Format) -> str:
 
 def is_own(kind: type) -> bool:
     """Whether a kernel's class is one of tmm's own."""
-    return _top(kind.__module__) in OWN_PACKAGES
+    return top_level(kind.__module__) in OWN_PACKAGES
 
 
 def code_version(*kinds: type, functions: Iterable[object] = ()) -> str:
@@ -91,7 +91,7 @@ def code_version(*kinds: type, functions: Iterable[object] = ()) -> str:
     their base classes, and the functions among their attributes and among ``functions``. If one is
     in no file, as in a notebook, the digits are valid only in this process."""
     bases = [base for kind in kinds for base in kind.__mro__]
-    modules = {base.__module__ for base in bases if _top(base.__module__) not in LIBRARIES}
+    modules = {base.__module__ for base in bases if top_level(base.__module__) not in LIBRARIES}
     files = [package_digest(module) for module in sorted(modules)]
     # A class may be made elsewhere (types.new_class), or have another package's methods.
     given = [value for base in bases for value in vars(base).values()]
@@ -105,7 +105,7 @@ def code_version(*kinds: type, functions: Iterable[object] = ()) -> str:
     }
     packages = {_package(module) for module in modules}
     for name in sorted(str(name) for name in names):
-        if _top(name) not in LIBRARIES and _package(name) not in packages:
+        if top_level(name) not in LIBRARIES and _package(name) not in packages:
             packages.add(_package(name))
             files.append(package_digest(name))
     binds = [value for base in bases if isinstance(value := vars(base).get("bind"), FunctionType)]
@@ -140,8 +140,9 @@ def package_digest(module: str) -> str | None:
     return _digest(_package(module), stamps) if stamps else None
 
 
-def _top(module: str) -> str:
-    return module.partition(".")[0]
+def top_level(module: object) -> str:
+    """Return the name of a module's outermost package. ``__module__`` may be no text."""
+    return str(module).partition(".")[0]
 
 
 def _short(*texts: str) -> str:

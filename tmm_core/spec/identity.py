@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from tmm_base.guards import suppress
 
-from tmm_core.spec.code import LIBRARIES, is_typed, package_digest
+from tmm_core.spec.code import LIBRARIES, is_typed, package_digest, top_level
 
 _CONSTANTS = (type(None), bool, int, float, complex, str, bytes, torch.dtype)
 
@@ -47,27 +47,23 @@ def _bare(value: Any) -> Any:
 def _globals_of(function: FunctionType, seen: set[CodeType]) -> Iterator[Global]:
     """Yield the global variables that a function reads, or a function of its package that it calls
     by name. Functions, classes and modules are left out: digests of files stand for these."""
-    package = _package_of(function.__module__)
+    package = top_level(function.__module__)
     if package in LIBRARIES or function.__code__ in seen:
         return
     seen.add(function.__code__)
     for name, attribute in _names(function.__code__):
         variable = Global(function.__globals__, name)
         module = variable.cell_contents
-        if type(module) is ModuleType and _package_of(module.__name__) not in LIBRARIES:
+        if type(module) is ModuleType and top_level(module.__name__) not in LIBRARIES:
             variable = Global(vars(module), attribute)
         value = variable.cell_contents
         if type(value) is FunctionType:
-            if _package_of(value.__module__) == package:
+            if top_level(value.__module__) == package:
                 yield from _globals_of(value, seen)
         elif variable.name in variable.namespace and not (
             callable(value) or isinstance(value, ModuleType)
         ):
             yield variable
-
-
-def _package_of(module: str) -> str:
-    return str(module).partition(".")[0]
 
 
 @functools.cache
@@ -198,7 +194,7 @@ def lasting_text(function: Any) -> str | None:
     defaults = *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()
     defaults += tuple(variable.cell_contents for variable in _globals_of(function, set()))
     # A library's version belongs to the environment.
-    library = _package_of(function.__module__) in LIBRARIES
+    library = top_level(function.__module__) in LIBRARIES
     files = "" if library else package_digest(function.__module__)
     if files is None or not _is_constant(defaults):
         return None

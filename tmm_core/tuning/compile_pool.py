@@ -27,7 +27,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import Future
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -303,8 +303,8 @@ class _Host:
         if cancelled:
             self._write({"cancel": list(cancelled)})
         for future in cancelled.values():
-            if future.cancel():
-                future.set_running_or_notify_cancel()  # else futures.wait() blocks
+            future.cancel()
+            future.set_running_or_notify_cancel()  # else futures.wait() blocks
 
     def close(self) -> None:
         self._closing = True
@@ -381,11 +381,10 @@ class _Host:
 
 
 def _resolve(future: Future[None], failure: NotCompiledError | None = None) -> None:
-    with suppress(InvalidStateError):  # cancelled by its waiter
-        if failure is None:
-            future.set_result(None)
-        else:
-            future.set_exception(failure)
+    if failure is None:
+        future.set_result(None)
+    else:
+        future.set_exception(failure)
 
 
 def _compiles(kernel: Kernel[Any]) -> bool:

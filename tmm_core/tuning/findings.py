@@ -30,15 +30,6 @@ _SHOWN = 400
 _warned: set[str] = set()
 
 
-@dataclass(frozen=True, slots=True)
-class Fault:
-    """A fault of a kernel's own code."""
-
-    kernel: str
-    #: The reason, with the file and line that raised.
-    reason: str
-
-
 @dataclass(eq=False)
 class Findings:
     """The findings of one tuning."""
@@ -48,8 +39,9 @@ class Findings:
     left: dict[KernelVersion, Obstacle] = field(default_factory=dict)
     #: The untried kernels that were set aside, with a warning.
     reported: set[KernelVersion] = field(default_factory=set)
-    #: Faults by the kernels' sources, which warnings name.
-    faults: dict[Any, list[Fault]] = field(default_factory=dict)
+    #: Faults of kernels' own code by the kernels' sources: each kernel's name, and the reason, with
+    #: the file and line that raised.
+    faults: dict[Source, list[tuple[str, str]]] = field(default_factory=dict)
     #: Whether the record's winner was verified in every way of use.
     verified: bool = False
 
@@ -65,16 +57,15 @@ class Findings:
     def blame(self, kernel: Kernel[Any], reason: str, raised: BaseException | None) -> None:
         """Note a fault of a kernel's own code."""
         source = kernel.source if isinstance(kernel, CheckedKernel) else Source(kernel.name)
-        fault = Fault(kernel.name, placed(kernel, reason, raised))
-        self.faults.setdefault(source, []).append(fault)
+        self.faults.setdefault(source, []).append((kernel.name, placed(kernel, reason, raised)))
 
     def report(self, about: object) -> None:
         """Issue one warning about the environment and one per distribution, once per process."""
         left = {name: why for name, why in self.left.items() if name not in self.reported}
         warn_of_environment(left, about)
         for source, faults in self.faults.items():
-            first = faults[0]
-            message = f"kernel {first.kernel} failed in tuning {about}: {first.reason}"
+            kernel, reason = faults[0]
+            message = f"kernel {kernel} failed in tuning {about}: {reason}"
             warn_of_plugin(source, message, more=len(faults) - 1)
 
 

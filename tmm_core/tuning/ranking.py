@@ -7,7 +7,7 @@ from typing import Any
 
 from tmm_cache import CandidateResult, TuningRecord
 
-from tmm_core.spec.bucket import bucket_edge, probes
+from tmm_core.spec.bucket import probes
 from tmm_core.spec.launcher import BASELINE
 
 #: The margin by which a winner has to beat BLAS. With the samples of the last round, two medians of
@@ -151,7 +151,7 @@ def racers(record: TuningRecord, m: int) -> list[int]:
     ratios = behind(around)
     fast = min((us for times in around.values() for us in times.values()), default=0.0)
     known = compared_at(record)
-    raced = {*known} - {edge, *(probes(edge) if edge == bucket_edge(edge) else ())}
+    raced = {*known} - {edge, *probes(edge)}
     if m in known or fast <= LONG_CALL_US or len(raced) >= MOST_RACED:
         return []
     near = sorted((name for name in ratios if ratios[name] <= OPEN), key=lambda n: (ratios[n], n))
