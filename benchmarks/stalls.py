@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tmm_cache import CacheStore, CandidateResult, TuningRecord
+from tmm_cache import CacheStore
 
 import tmm_core
 from tmm_core import dispatch, settings
@@ -35,12 +35,11 @@ from tmm_core.bench import exhaustive
 from tmm_core.bench.exhaustive import BURST_US, ROUNDS
 from tmm_core.dispatch.dispatcher import Dispatcher
 from tmm_core.launch import warm
-from tmm_core.registry.query import read_config
 from tmm_core.spec.bucket import bucketed
 from tmm_core.spec.device import current_device
-from tmm_core.spec.launcher import Bound, Launcher
+from tmm_core.spec.kernel import Candidate
+from tmm_core.spec.launcher import Bound
 from tmm_core.spec.problem import Problem
-from tmm_core.tuning.ranking import identity
 from tmm_core.tuning.timing import CAPTURES
 
 #: M, N, K and the epilogue: decode, prefill and in between, some M inside their buckets.
@@ -212,7 +211,7 @@ def serve(
             for case in open_cases:
                 found = chooser.record(case.problem)
                 if found is not None:
-                    case.row.winner_s, case.row.winner = now, named(found[1])
+                    case.row.winner_s, case.row.winner = now, str(answer(chooser, case))
             open_cases = [case for case in open_cases if case.row.winner_s is None]
         for case in all_cases:  # with the winner, which is bound and verified now
             case.row.delays += [milliseconds(case.call, on_gpu) - case.row.torch_ms]
@@ -232,30 +231,31 @@ def compare(all_cases: Sequence[Case], root: Path, until: float) -> None:
             if found is None or time.perf_counter() > until:
                 continue
             began = time.perf_counter()
-            record = other.tune(bucketed(case.problem), current)
+            other.tune(bucketed(case.problem), current)
             case.row.foreground_s = time.perf_counter() - began
-            case.row.foreground = named(record)
-            case.row.ratio = ratio(case.problem, found[1].best, record.best)
+            mine, there = answer(chooser, case), answer(other, case)
+            case.row.foreground = str(there)
+            case.row.ratio = ratio(case.problem, mine, there)
 
 
-def ratio(problem: Problem, mine: CandidateResult, other: CandidateResult) -> float:
+def answer(chooser: Dispatcher, case: Case) -> Candidate:
+    """What answers a call from the records of ``chooser``. It may differ from a record's winner: a
+    record is of the upper edge of the bucket of M."""
+    with settings.override(on_cache_miss="error") as current:
+        return chooser.choose(case.problem, current).candidate
+
+
+def ratio(problem: Problem, mine: Candidate, other: Candidate) -> float:
     """The time of a candidate relative to another one's, in use."""
-    if identity(mine) == identity(other):
+    if mine == other:
         return 1.0
-
-    def launcher(of: CandidateResult) -> Launcher:
-        kernel = dispatch.default_dispatcher().registry.kernel(of.kernel)
-        return Bound.of(kernel.bind(problem, read_config(kernel, of.config))).run
-
-    launchers = {"mine": launcher(mine), "other": launcher(other)}
+    launchers = {
+        name: Bound.of(candidate.kernel.bind(problem, candidate.config)).run
+        for name, candidate in (("mine", mine), ("other", other))
+    }
     clock = {"captures": CAPTURES, "rounds": ROUNDS, "burst_us": BURST_US}
     us, _ = exhaustive.race(problem, current_device(problem.device), launchers, **clock)
     return us["mine"] / us["other"]
-
-
-def named(record: TuningRecord) -> str:
-    config = ",".join(f"{name}={value}" for name, value in record.best.config.items())
-    return f"{record.best.kernel} {config}".strip()
 
 
 def table(rows: Sequence[Row]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import random
@@ -52,11 +53,13 @@ class Slow(FakeTimer):
     def __init__(self, times: dict[Any, float], clock: Clock) -> None:
         super().__init__(times)
         self.clock, self.rests, self.samples, self.step = clock, 0, 0, STEP
+        self.collectors: set[bool] = set()
 
     def measure_steps(self, runs: Any, rounds: int, **chain: Any) -> Any:
         for _ in range(rounds * len(runs)):
             self.clock.now += self.step
             self.samples += 1
+            self.collectors.add(gc.isenabled())
             self.rests += bool((yield ()))
         return super().measure(runs, rounds, **chain)
 
@@ -123,7 +126,7 @@ def test_the_first_call_answers_at_once_and_later_ones_tune(tmp_path: Path) -> N
 
 
 def test_slices_are_short_and_within_their_share() -> None:
-    """The shares hold for frequent calls and after long pauses."""
+    """The shares hold for frequent calls and after long pauses. No garbage is collected inside."""
     rng = random.Random(3)
     d, timer, clock = made(*[FakeKernel(f"k{i}", tiles=(1, 2, 3, 4)) for i in range(4)])
     began, spent, calls = clock.now, 0.0, 0
@@ -142,6 +145,8 @@ def test_slices_are_short_and_within_their_share() -> None:
         assert calls < 100_000
     assert spent == pytest.approx(timer.samples * STEP)
     assert timer.rests > 50
+    assert timer.collectors == {False}
+    assert gc.isenabled()
     # A burst of calls after a pause pays for one slice, not for the whole pause.
     d.bound(problem(n=256), BACKGROUND)
     clock.now += 3600.0

@@ -20,6 +20,7 @@ import torch
 from tmm_base.guards import suppress
 
 from tmm_core.errors import UnsupportedProblemError
+from tmm_core.launch.collector import collector_off
 from tmm_core.spec.device import fingerprint
 from tmm_core.spec.precision import require_precision
 from tmm_core.spec.problem import Problem
@@ -152,7 +153,8 @@ class Background:
         rested = None if task.pending is None else True
         stream: Any = torch.cuda.stream(task.stream) if on_gpu else contextlib.nullcontext()
         # Slices write to tensors that earlier slices allocated, so modes must be the same.
-        with stream, torch.inference_mode(False), torch.no_grad():
+        # A full garbage collection takes 17 ms, as long as the longest step.
+        with stream, torch.inference_mode(False), torch.no_grad(), collector_off():
             while True:
                 try:
                     task.pending = task.steps.send(rested)

@@ -26,7 +26,7 @@ from tmm_core.verify.nonfinite import planted
 from tmm_core.verify.ways_of_use import WaysOfUse
 
 #: Steps of repeated launches.
-STEPS_REPEATED = 8
+STEPS_REPEATED = 16
 
 #: How much is verified. ``brief``: one launch without ``out`` and one with. ``first use``: also the
 #: launcher's other forms, and values that change unseen. ``repeated``: both sets of inputs, NaN and
@@ -173,6 +173,7 @@ class _Checks(WaysOfUse):
             for form in self.every_form():
                 yield from form.modes()
             yield from self.together()
+            yield ()
             yield from self.rounds()
 
     def _repeated(self, repeats: int) -> Steps[None]:

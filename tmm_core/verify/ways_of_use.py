@@ -107,6 +107,7 @@ class WaysOfUse(CheckedLauncher):
         if self._baseline or not (plans := plans_of(self._data)[:limit]):
             return
         self._check_inputs()  # before they are rewritten
+        yield ()
         with restoring(self._data):
             for plan in plans:
                 each = Round(self._data, plan)
