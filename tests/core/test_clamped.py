@@ -138,6 +138,22 @@ def test_a_gate_is_proven_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert activation.gate_epilogue(torch.nn.Module(), Layer.gate) is None
 
 
+def test_a_gate_that_depends_on_the_mode_is_known_in_each() -> None:
+    class Mode(Layer):
+        def gate(self, z: Tensor) -> Tensor:
+            gate, up = z[..., ::2], z[..., 1::2]
+            if self.training:
+                return gate * up
+            gate = gate.clamp(min=None, max=self.limit)
+            up = up.clamp(min=-self.limit, max=self.limit)
+            return (up + 1) * (gate * torch.sigmoid(gate * self.alpha))
+
+    layer = Mode().eval()
+    assert activation.gate_epilogue(layer, Mode.gate) == CLAMPED.key
+    assert activation.gate_epilogue(layer.train(), Mode.gate) is None
+    assert activation.gate_epilogue(layer.eval(), Mode.gate) == CLAMPED.key
+
+
 def test_a_gate_is_proven_however_it_clamps() -> None:
     def gate(layer: Any, z: Tensor) -> Tensor:
         gate, up = z[..., 0::2], z[..., 1::2]

@@ -312,6 +312,14 @@ GROUPED = [
         (f"{CLAMPED}::test_a_gate_is_proven_once",),
     ),
     Mutant(
+        "clamped-mode",
+        "nn/trace.py",
+        'name == "training" and self._both_modes',
+        'name == "training"',
+        "a gate that depends on the mode is fused as in the mode in which it was examined",
+        (f"{CLAMPED}::test_a_gate_that_depends_on_the_mode_is_known_in_each",),
+    ),
+    Mutant(
         "clamped-columns",
         "nn/activation.py",
         "return node.args in taken",

@@ -208,6 +208,8 @@ class _Names:
         #: An attribute of a tensor that the code names: its symbol shows no use of it until then.
         self._attribute = ""
         self._compares = False
+        #: Whether the graphs show what the forward does in each mode.
+        self._both_modes = len(graphs) > 1
         for node in (node for graph in graphs for node in graph.nodes):
             self._targets.add(node.target)
             if node.target is getattr:
@@ -266,7 +268,9 @@ class _Names:
 
     def _resolve(self, name: str, function: Any) -> None:
         module, kind, scope = self._module, type(self._module), function.__globals__
-        if name in ("super", "forward", "training") or name in self.present:
+        if name in ("super", "forward") or name in self.present:
+            return
+        if name == "training" and self._both_modes:
             return
         if module._modules.get(name) is not None:
             if hasattr(kind, name):
