@@ -410,8 +410,8 @@ CONVERTED = [
            ("tests/core/test_boundaries_interop.py"
             "::test_mapped_residuals_of_fp32_leave_a_products_dtype",)),
     Mutant("trace-hooks", "nn/linear.py",
-           "return not (module._forward_hooks or module._forward_pre_hooks or compat.global_hooks())",
-           "return True", "a trace runs hooks twice",
+           "if module._forward_hooks or module._forward_pre_hooks or compat.global_hooks():",
+           "if False:", "a trace runs hooks twice",
            ("tests/core/test_nn.py::test_a_trace_calls_a_hook_once",)),
     Mutant("merge-inference", "nn/joint_storage.py", "if len({t.is_inference() for t in parts}) > 1:",
            "if False:", "a weight of inference mode breaks the one beside it",

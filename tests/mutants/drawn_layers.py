@@ -78,7 +78,7 @@ DRAWN_LAYERS = [
            "the last rank fails once it has no other to repeat a measurement",
            (f"{RANKS}::test_the_last_rank_measures_its_own_failure_again",)),
     Mutant("layers-gate-of-a-subclass", "integrations/kernel_layers.py",
-           "if not _is_product(layer, nn.Linear):", "if False:",
+           "return _is_product(layer, nn.Linear) and not", "return not",
            "a kernelized MLP passes over the forward of its gate's class",
            (f"{KERNELIZE}::test_a_layer_with_a_forward_of_its_own_is_called",)),
     Mutant("layers-replaced-class", "integrations/kernel_layers.py",

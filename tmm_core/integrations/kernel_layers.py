@@ -6,6 +6,7 @@ computes the same as the layer. Otherwise it runs the forward of the module's ow
 
 from __future__ import annotations
 
+import copy
 import types
 from dataclasses import dataclass
 from typing import Any
@@ -93,11 +94,7 @@ def _is_product(layer: Any, kind: type | None) -> bool:
 
 def _does_no_more(layer: Any) -> bool:
     """Whether calling a linear layer computes its product, and nothing else."""
-    if not _is_product(layer, nn.Linear):
-        return False
-    hooks = layer._forward_hooks or layer._forward_pre_hooks
-    hooks = hooks or layer._backward_hooks or layer._backward_pre_hooks
-    return not hooks and ("forward" not in layer.__dict__ or is_ours(layer))
+    return _is_product(layer, nn.Linear) and not activation.interposed(layer, _FORWARDS)
 
 
 #: The computation that the forward of each examined class was proven to do, with the code that it
@@ -109,12 +106,10 @@ def is_gated_mlp(module: nn.Module) -> bool:
     """Whether the class of ``module`` has the forward of a gated MLP of linear layers."""
     kind = type(module)
     if kind not in _proven:
-        replaced = module.__dict__.pop("forward", None) if is_ours(module) else None
-        try:  # the proof is about the forward of the class
-            _proven[kind] = _prove(module)
-        finally:
-            if replaced is not None:
-                module.__dict__["forward"] = replaced
+        if is_ours(module):  # the proof is about the forward of the class
+            module = copy.copy(module)
+            del module.forward
+        _proven[kind] = _prove(module)
     proven = _proven[kind]
     if proven is not None:  # also examines the activation, before a graph is traced
         activation.activated_by(module._modules.get(str(proven[1].activation)))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -42,25 +42,24 @@ class Activation(NamedTuple):
         return type(module) is self.kind and not interposed(module) and self.reached.holds(module)
 
 
-def interposed(module: nn.Module) -> bool:
-    """Whether calling ``module`` does more than its class's forward."""
+def interposed(module: nn.Module, equal: Container[Any] = ()) -> bool:
+    """Whether calling ``module`` does more than its class's forward, or an ``equal`` one."""
     return bool(
         module._forward_hooks
         or module._forward_pre_hooks
         or module._backward_hooks
         or module._backward_pre_hooks
-        or ("forward" in module.__dict__ and not _is_its_own(module, module.__dict__["forward"]))
+        or ("forward" in module.__dict__ and not _is_usual(module, equal))
     )
 
 
-def _is_its_own(module: nn.Module, forward: Any) -> bool:
-    """Whether the attribute ``forward`` is only the class's own: the package ``kernels`` assigns it
-    to modules for which it has no kernel."""
-    return (
-        isinstance(forward, types.MethodType)
-        and forward.__self__ is module
-        and forward.__func__ is type(module).forward
-    )
+def _is_usual(module: nn.Module, equal: Container[Any]) -> bool:
+    """Whether the attribute ``forward`` is the class's own, or an ``equal`` one: the package
+    ``kernels`` assigns the class's to modules for which it has no kernel."""
+    forward = module.__dict__["forward"]
+    if not isinstance(forward, types.MethodType) or forward.__self__ is not module:
+        return False
+    return forward.__func__ is type(module).forward or forward.__func__ in equal
 
 
 def recognise(module: nn.Module) -> Activation | None:

@@ -9,7 +9,7 @@ import torch
 from tmm_core import api
 from tmm_core.interop import fallbacks
 from tmm_core.nn.classes import ProductLayer, loaded
-from tmm_core.nn.linear import is_leaf, leaf
+from tmm_core.nn.linear import leaf
 
 Tensor = torch.Tensor
 
@@ -26,8 +26,8 @@ class Conv1DProduct(ProductLayer):
         return self._run(_matmul, x, of["weight"], of["bias"], epilogue)  # type: ignore[no-any-return]
 
     def forward(self, x: Tensor) -> Any:
-        if type(x) is not Tensor and is_leaf(self, x):
-            return leaf(self, x)
+        if type(x) is not Tensor and (node := leaf(self, x)) is not None:
+            return node
         if self.replaced():
             return self._by_library(x)
         weight: Any = self.weight

@@ -18,7 +18,7 @@ from tmm_core import compat, dispatch
 from tmm_core.epilogues import GATED_BY
 from tmm_core.interop import autograd_state
 from tmm_core.nn.gated_product import gated, gated_linear, recorded_product, run
-from tmm_core.nn.linear import Linear, is_leaf, leaf
+from tmm_core.nn.linear import Linear, leaf
 from tmm_core.nn.together import Together, only_multiply
 from tmm_core.quantized import Quantized
 from tmm_core.settings import with_static_weights
@@ -126,8 +126,8 @@ class GatedMLP(Together):
         return self._layers()[:2]
 
     def forward(self, x: Tensor) -> Tensor:
-        if type(x) is not Tensor and is_leaf(self, x):
-            return leaf(self, x)  # type: ignore[no-any-return]
+        if type(x) is not Tensor and (node := leaf(self, x)) is not None:
+            return node  # type: ignore[no-any-return]
         gate, up, down = self._layers()
         between = None
         if only_multiply((gate, up), x):

@@ -88,8 +88,8 @@ class Linear(ProductLayer, nn.Linear):
         self.epilogue = self._epilogue
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        if type(input) is not torch.Tensor and is_leaf(self, input):
-            return leaf(self, input)  # type: ignore[no-any-return]
+        if type(input) is not torch.Tensor and (node := leaf(self, input)) is not None:
+            return node  # type: ignore[no-any-return]
         joint = self._joint_product
         if joint is not None and (y := joint.of(self, input)) is not None:
             return y  # type: ignore[no-any-return]
@@ -136,16 +136,15 @@ def finished_linear(
     return api.linear(input, weight, bias, epilogue=epilogue)
 
 
-def is_leaf(module: nn.Module, input: Any) -> bool:
-    """Whether ``input`` is a symbol of ``torch.fx`` in whose graph ``module`` is a call. It is a
-    call if ``module`` is a part of the traced module, and the trace has not run its hooks yet."""
-    if not isinstance(input, fx.Proxy) or getattr(input.tracer, "root", None) is module:
-        return False
-    return not (module._forward_hooks or module._forward_pre_hooks or compat.global_hooks())
-
-
 def leaf(module: nn.Module, input: Any) -> Any:
-    """The ``torch.fx`` node that calls ``module`` on ``input``. Tracers treat only modules of
-    torch's package as leaves, and would trace into tmm's."""
-    path = input.tracer.path_of_module(module)
-    return input.tracer.create_proxy("call_module", path, (input,), {})
+    """The node of ``torch.fx`` that calls ``module``, if ``input`` is a symbol; else None. Tracers
+    treat only modules of torch's package as leaves, and would trace into tmm's.
+
+    None also if ``module`` is the traced module itself, or the trace has run its hooks already.
+    """
+    tracer: Any = input.tracer if isinstance(input, fx.Proxy) else None
+    if tracer is None or getattr(tracer, "root", None) is module:
+        return None
+    if module._forward_hooks or module._forward_pre_hooks or compat.global_hooks():
+        return None
+    return tracer.create_proxy("call_module", tracer.path_of_module(module), (input,), {})
