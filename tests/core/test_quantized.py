@@ -92,6 +92,16 @@ def test_groups() -> None:
     close(tmm_core.grouped_matmul(stack, weight.mT), stack.double() @ values.mT)
 
 
+def test_gathered_rows_take_their_scales_and_zero_points_along() -> None:
+    codes = torch.randint(-128, 128, (5, 32), dtype=torch.int8)
+    scale, zero = torch.rand(5) / 64, torch.randint(-20, 20, (5,), dtype=torch.int8)
+    a, order = Quantized(codes, scale, zero), torch.tensor([4, 0, 3, 1, 2, 4])
+    b, offs = torch.randn(2, 32, 24, dtype=BF16), torch.tensor([2, 6], dtype=torch.int32)
+    rows = ((codes.double() - zero.double()[:, None]) * scale.double()[:, None])[order]
+    y = tmm_core.grouped_matmul(a, b, offs=offs, a_index=order)
+    close(y, torch.cat([rows[:2] @ b[0].double(), rows[2:] @ b[1].double()]))
+
+
 def test_it_behaves_as_a_parameter() -> None:
     layer = torch.nn.Linear(32, 24, bias=False, dtype=BF16)
     layer.weight = torch.nn.Parameter(WEIGHT, requires_grad=False)
