@@ -286,13 +286,13 @@ SAMPLED = [
            ("tests/plugins/test_mixed_input.py::"
             "test_a_thread_holds_the_pairs_that_wgmma_reads_from_it",)),
     Mutant("sampled-static-projections", "nn/projections.py",
-           "if all(layer.static_weights for layer in layers):",
-           "if any(layer.static_weights for layer in layers):",
+           "if all(layer.static_weights and not layer._state_dict_pre_hooks for layer in layers):",
+           "if any(layer.static_weights and not layer._state_dict_pre_hooks for layer in layers):",
            "weights that a kernel may write count as static because another layer's are",
            ("tests/core/test_projections.py::"
             "test_a_joint_weight_is_static_if_every_layers_is",)),
     Mutant("sampled-static-projections-always", "nn/projections.py",
-           "if all(layer.static_weights for layer in layers):", "if True:",
+           "if all(layer.static_weights and not layer._state_dict_pre_hooks for layer in layers):", "if True:",
            "weights of every joint product count as static",
            ("tests/core/test_projections.py::"
             "test_a_joint_weight_is_static_if_every_layers_is",)),

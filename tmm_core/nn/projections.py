@@ -126,7 +126,7 @@ class JointProduct:
             operands = joint_of(weights, biases)
             if operands is None:
                 return {}
-            if all(layer.static_weights for layer in layers):
+            if all(layer.static_weights and not layer._state_dict_pre_hooks for layer in layers):
                 y = with_static_weights(api.linear, x, *operands)
             else:
                 y = api.linear(x, *operands)
