@@ -167,8 +167,6 @@ def _sharded(call: Arguments, epilogue: EpilogueLike, transposed: bool = False) 
     text = text_of(epilogue)
     if text and has_outputs(text):
         return None
-    kind: type[Tensor] = type(call.a)
-    prepare_for(kind)
     from tmm_core.interop import sharding
 
     return sharding.in_place(call._replace(epilogue=text), transposed)
@@ -200,11 +198,7 @@ def _answer(call: Arguments, epilogue: EpilogueLike) -> Tensor:
     if call.out is not None:
         return operator.write(call)
     if compat.transforms_active():
-        return cast_first(_operator, call)  # type: ignore[no-any-return]
-    return operator.matmul(*call[:-1])  # type: ignore[no-any-return]
-
-
-def _operator(call: Arguments) -> Tensor:
+        return cast_first(lambda call: operator.matmul(*call[:-1]), call)  # type: ignore[no-any-return]
     return operator.matmul(*call[:-1])  # type: ignore[no-any-return]
 
 

@@ -223,7 +223,6 @@ def _change(stack: list[Enabled]) -> None:
         # BLAS calls torch.mm, which torch's own kernel then has to answer.
         NESTING.add(BASELINE)
         stack[-1].install()
-        _last = stack[-1]
     warm.drop_plans()
 
 

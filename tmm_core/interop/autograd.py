@@ -56,9 +56,8 @@ def in_parts(
     transposed: bool = False,
     eager: bool = True,
 ) -> Tensor:
-    """Compute a differentiated call. First comes the product with the stage of the epilogue that it
-    can fuse (the head). The rest of the epilogue follows, by kernels if there are any, then the
-    residual.
+    """Compute a differentiated call, part by part. The stage of the epilogue that is fused with the
+    product is its head.
 
     The whole call is checked before any part is computed. The check is made when the product's plan
     is built or, if the product needs torch's dispatcher, here.

@@ -1,10 +1,7 @@
 """Makes tmm compute the products of a model, in place and reversibly.
 
-All decisions are made before anything changes. Only the class of modules changes: a module, its
-parameters, buffers and hooks are the same objects as before, under the same names. A layer means
-the same to whoever calls, hooks, wraps, slices or replaces it, and activations stay where they are.
-The module that calls both computes them in one product, as long as nothing that was proven about
-it has changed (:mod:`tmm_core.nn.fused`).
+All decisions are made before anything changes. Layers and activations stay where they are: the
+module that calls both computes them in one product (:mod:`tmm_core.nn.fused`).
 """
 
 from __future__ import annotations

@@ -1,10 +1,4 @@
-"""Gated MLPs that compute their first two products as one.
-
-The two parameters keep the names that checkpoints have. They are adjacent in memory, which the
-kernel reads as one ``[2N, K]`` weight. Every call checks that they still are. So moving, replacing
-or casting a parameter cannot make the result wrong: the layer computes two products until
-:meth:`GatedMLP.merge` has joined them again.
-"""
+"""Gated MLPs that compute their first two products as one, of a weight ``[2N, K]``."""
 
 from __future__ import annotations
 

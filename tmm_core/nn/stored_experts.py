@@ -1,9 +1,7 @@
 """Weights of Transformers' expert layers, plain or quantised, as operands of grouped products.
 
 Transformers' quantised layers hold 8-bit floats in blocks (``FP8Experts``), or 4-bit floats in
-groups of 32 (``FP8Experts`` of DeepSeek-V4, and the layers of gpt-oss). Activations are not
-quantised. With ``convert(activations="fp8")`` they are rounded to 8 bits, as Transformers' own
-kernels do.
+groups of 32 (``FP8Experts`` of DeepSeek-V4, and the layers of gpt-oss).
 """
 
 from __future__ import annotations

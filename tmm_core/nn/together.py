@@ -24,8 +24,10 @@ _KINDS = ("weight", "bias")
 class Together(nn.Module):
     """A module that keeps parameters of some of its layers adjacent in memory.
 
-    The parameters are the same objects under the same names. Code that reads them as one weight
-    checks first that they still are adjacent.
+    The parameters are the same objects under the same names. Every call that reads them as one
+    weight checks that they still are adjacent. So moving, replacing or casting a parameter cannot
+    make the result wrong: the layers compute a product each until :meth:`merge` has joined them
+    again.
     """
 
     def _together(self) -> list[Any]:
