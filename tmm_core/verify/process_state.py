@@ -33,6 +33,7 @@ except ImportError:  # Windows
     resource = None  # type: ignore[assignment]
 
 cuda = torch.backends.cuda
+_sparse = torch.sparse.check_sparse_tensor_invariants
 _matmul = cuda.matmul
 
 #: Who may change a piece of state besides a launch. ``thread``: no other thread. ``main``: the main
@@ -190,9 +191,10 @@ def _set_hooks(before: Any) -> None:
         _pop_hooks()
 
 
-def _switch(read: str, write: str, owner: Owner = "any") -> Piece:
-    value = private(f"torch._C.{read}", lambda: None)
-    return Piece(value, private(f"torch._C.{write}", lambda _: None), owner)
+def _switch(name: str, read: str = "_get", owner: Owner = "main") -> Piece:
+    """A setting of ``torch._C``."""
+    value = private(f"torch._C.{read}_{name}", lambda: None)
+    return Piece(value, private(f"torch._C._set_{name}", lambda _: None), owner)
 
 
 _LIMITS = [] if resource is None else [n for n in dir(resource) if n.startswith("RLIMIT_")]
@@ -312,9 +314,7 @@ PIECES: dict[str, Piece] = {
         lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
         lambda values: torch.set_anomaly_enabled(*values),
     ),
-    "the forward mode of derivatives": _switch(
-        "_is_fwd_grad_enabled", "_set_fwd_grad_enabled", "thread"
-    ),
+    "the forward mode of derivatives": _switch("fwd_grad_enabled", "_is", "thread"),
     "the hooks of every module": _together(
         [_hooks_of_modules(name) for name in ("forward", "forward_pre", "backward")]
     ),
@@ -338,13 +338,11 @@ PIECES: dict[str, Piece] = {
         _matmul, "allow_bf16_reduced_precision_reduction", "main"
     ),
     "fp16 accumulation": _attribute(_matmul, "allow_fp16_accumulation", "main"),
-    "cuDNN's benchmark mode": _switch("_get_cudnn_benchmark", "_set_cudnn_benchmark", "main"),
-    "cuDNN's deterministic mode": _switch(
-        "_get_cudnn_deterministic", "_set_cudnn_deterministic", "main"
-    ),
-    "whether torch uses cuDNN": _switch("_get_cudnn_enabled", "_set_cudnn_enabled", "main"),
-    "whether torch uses oneDNN": _switch("_get_mkldnn_enabled", "_set_mkldnn_enabled", "main"),
-    "whether torch uses NNPACK": _switch("_get_nnpack_enabled", "_set_nnpack_enabled", "main"),
+    "cuDNN's benchmark mode": _switch("cudnn_benchmark"),
+    "cuDNN's deterministic mode": _switch("cudnn_deterministic"),
+    "whether torch uses cuDNN": _switch("cudnn_enabled"),
+    "whether torch uses oneDNN": _switch("mkldnn_enabled"),
+    "whether torch uses NNPACK": _switch("nnpack_enabled"),
     "the order of einsum": _attribute(torch.backends.opt_einsum, "enabled"),
     "the fast path of encoders": _modules(
         "torch.backends.mha", "get_fastpath_enabled", "set_fastpath_enabled"
@@ -353,7 +351,7 @@ PIECES: dict[str, Piece] = {
         "torch.multiprocessing", "get_sharing_strategy", "set_sharing_strategy"
     ),
     "the fp32 precision of oneDNN": _attribute(
-        getattr(torch.backends.mkldnn, "matmul", None), "fp32_precision", "main"
+        torch.backends.mkldnn.matmul, "fp32_precision", "main"
     ),
     "the backends of attention": _together(
         [
@@ -366,9 +364,7 @@ PIECES: dict[str, Piece] = {
     "the autocast cache": Piece(
         torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled, "thread"
     ),
-    "autograd's threads": _switch(
-        "_is_multithreading_enabled", "_set_multithreading_enabled", "thread"
-    ),
+    "autograd's threads": _switch("multithreading_enabled", "_is", "thread"),
     "the filling of new memory": _attribute(torch.utils.deterministic, "fill_uninitialized_memory"),
     "the rounding mode": Piece(_rounding, None, "thread"),
     "the trace function": _called_at_events(sys.gettrace, sys.settrace),
@@ -397,8 +393,8 @@ PIECES: dict[str, Piece] = {
     "functions of torch": _attributes(lambda: _REPLACED),
     "how torch prints": _entries(lambda: vars(_printing)),
     "how often torch warns": Piece(torch.is_warn_always_enabled, torch.set_warn_always),
-    "whether sparse tensors are checked": _switch(
-        "_check_sparse_tensor_invariants", "_set_check_sparse_tensor_invariants"
+    "whether sparse tensors are checked": Piece(
+        _sparse.is_enabled, lambda on: (_sparse.enable if on else _sparse.disable)()
     ),
     "the engine of quantized tensors": _attribute(torch.backends.quantized, "engine"),
     "how modules convert parameters": Piece(
