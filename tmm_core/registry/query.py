@@ -141,19 +141,9 @@ class CheckedKernel(Kernel[Any]):
             return [str(error)]
 
     def configs(self, problem: Problem) -> list[Config]:
-        """The search space.
-
-        Raises:
-            PluginError: It is set aside.
-        """
         return self._call("configs", self._configs, problem)
 
     def default_config(self, problem: Problem) -> Config:
-        """The kernel's default config.
-
-        Raises:
-            PluginError: It is set aside, or proposes nothing for this problem.
-        """
         if self.fault is not None:
             raise PluginError(self.fault)
         try:

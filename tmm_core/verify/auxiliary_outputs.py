@@ -30,12 +30,8 @@ SLACK = 2.0
 
 
 class Outputs:
-    """Calls a launcher with outputs for the test data, and reports their faults.
-
-    Args:
-        deterministic: Whether the launcher promises the same bits for the same inputs.
-        slack: Factor on the tolerance.
-    """
+    """Calls a launcher with outputs for the test data, and reports their faults. The arguments are
+    those of :meth:`tmm_core.verify.verifier.Verifier.steps`."""
 
     def __init__(
         self, data: DataSets, launcher: Launcher, deterministic: bool, slack: float

@@ -101,13 +101,8 @@ def _address(tensor: Tensor) -> int | None:
 
 
 class CheckedLauncher:
-    """A launcher whose every launch is checked.
-
-    Args:
-        deterministic: The launcher promises the same bits for the same inputs.
-        baseline: The launcher is BLAS, whose error is not judged.
-        slack: Factor on the tolerance.
-    """
+    """A launcher whose every launch is checked. The arguments are those of
+    :meth:`tmm_core.verify.verifier.Verifier.steps`."""
 
     #: Names this form of the launcher in messages.
     called = ""

@@ -117,15 +117,13 @@ class Turns:
 
 
 class Launches(threading.Thread):
-    """Launches on one set of inputs, on their own stream.
+    """Launches on one set of inputs, on their own stream; see :func:`launch_together`.
 
     Args:
         place: The number of this thread, 0 or 1.
         busy: The threads that have launches to make. Free launches go on until it is empty, so that
             the slower thread's launches overlap with others.
-        most: The number of free launches, or of launches between the other thread's lines.
         held: The number of results that are kept.
-        into: Launches write into an output.
     """
 
     def __init__(

@@ -79,9 +79,10 @@ class Verifier(DataSets):
         """Launch it in every way it is used, on the current stream, and report faults.
 
         Args:
-            repeats: Number of repeated launches compared with the first, bit for bit if the kernel
-                is ``deterministic``, else by their errors. A fault that occurs once in twenty
+            repeats: Number of repeated launches compared with the first, bit for bit if it is
+                ``deterministic``, else by their errors. A fault that occurs once in twenty
                 launches passes n launches with a probability of 0.95ⁿ: 4.6 % for 60, 0.2 % for 120.
+            deterministic: The launcher promises the same bits for the same inputs.
             baseline: The launcher is BLAS, whose error is reported but not judged.
             extent: How much to verify.
             slack: Factor on the tolerance.
