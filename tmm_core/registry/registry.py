@@ -231,8 +231,7 @@ class Registry:
     @contextmanager
     def _all_or_nothing(self) -> Iterator[None]:
         """A context after which, if an exception leaves it, the registry is as before."""
-        tables = (self._plugins, self._kernels, self._epilogues)
-        before = [dict(table) for table in tables]
+        tables = dict(self._plugins), dict(self._kernels), dict(self._epilogues)
         faults, manager = list(self._faults), self.hooks.manager
         registered = set(map(id, manager.get_plugins()))
         outer, self._loading = self._loading, True
@@ -242,10 +241,8 @@ class Registry:
             for plugin in manager.get_plugins():
                 if id(plugin) not in registered:
                     manager.unregister(plugin)
-            for table, content in zip(tables, before, strict=True):
-                table.clear()  # type: ignore[attr-defined]
-                table.update(content)  # type: ignore[attr-defined]
-            self._faults[:] = faults
+            self._plugins, self._kernels, self._epilogues = tables
+            self._faults = faults
             raise
         finally:
             self._loading = outer
