@@ -443,7 +443,6 @@ class Registry:
         self, problem: Problem, settings: Settings
     ) -> tuple[list[Kernel[Any]], dict[str, list[str]]]:
         """Kernels that can serve ``problem``, and the others' reasons by name."""
-        self.load()
         able: list[Kernel[Any]] = []
         rejected: dict[str, list[str]] = {}
         for kernel in self.kernels():

@@ -402,16 +402,14 @@ class ProbeProblems(Suite):
         others, in case the kernel declines all of these."""
         plain, fp32 = self._long(), torch.float32
         wide = replace(plain, out=Operand(fp32))
-        more = [self._probe(self._long_size(), fp32)] * (fp32 in self.dtypes)
+        more = [self._long(fp32)] * (fp32 in self.dtypes)
         return [wide, *more, plain, self._probe()]
 
-    def _long(self) -> Problem:
-        return self._probe(self._long_size())
-
-    def _long_size(self) -> tuple[int, int, int]:
+    def _long(self, dtype: torch.dtype | None = None) -> Problem:
         """K long enough to be split, and M not a multiple of a block."""
         m, n, k = self._size()
-        return max(1, m - 5), n, k * (8 if self._device().type == "cuda" else 4)
+        times = 8 if self._device().type == "cuda" else 4
+        return self._probe((max(1, m - 5), n, times * k), dtype)
 
     def _odd(self) -> dict[str, Any]:
         """Sizes that no block divides."""

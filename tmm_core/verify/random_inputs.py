@@ -1,7 +1,6 @@
 """Makes the inputs of a problem, for tuning, verification, benchmarks and conformance suites.
 
-:func:`fill` draws the values. :func:`make` also allocates tensors of the problem's stride classes;
-conformance suites fill tensors of their own layouts.
+:func:`fill` draws the values. :func:`make` also allocates tensors of the problem's stride classes.
 """
 
 from __future__ import annotations
