@@ -33,7 +33,6 @@ except ImportError:  # Windows
     resource = None  # type: ignore[assignment]
 
 cuda = torch.backends.cuda
-_sparse = torch.sparse.check_sparse_tensor_invariants
 _matmul = cuda.matmul
 
 #: Who may change a piece of state besides a launch. ``thread``: no other thread. ``main``: the main
@@ -351,7 +350,7 @@ PIECES: dict[str, Piece] = {
         "torch.multiprocessing", "get_sharing_strategy", "set_sharing_strategy"
     ),
     "the fp32 precision of oneDNN": _attribute(
-        torch.backends.mkldnn.matmul, "fp32_precision", "main"
+        getattr(torch.backends.mkldnn, "matmul", None), "fp32_precision", "main"
     ),
     "the backends of attention": _together(
         [
@@ -393,9 +392,7 @@ PIECES: dict[str, Piece] = {
     "functions of torch": _attributes(lambda: _REPLACED),
     "how torch prints": _entries(lambda: vars(_printing)),
     "how often torch warns": Piece(torch.is_warn_always_enabled, torch.set_warn_always),
-    "whether sparse tensors are checked": Piece(
-        _sparse.is_enabled, lambda on: (_sparse.enable if on else _sparse.disable)()
-    ),
+    "whether sparse tensors are checked": _switch("check_sparse_tensor_invariants", "", "any"),
     "the engine of quantized tensors": _attribute(torch.backends.quantized, "engine"),
     "how modules convert parameters": Piece(
         torch.__future__.get_swap_module_params_on_conversion,
