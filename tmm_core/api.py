@@ -16,7 +16,6 @@ from tmm_core.formats import IMPLIED
 from tmm_core.interop import autograd, autograd_state, fallbacks, operator, outputs_operator
 from tmm_core.interop.calls import (
     has_outputs,
-    interned_text,
     is_traced,
     prepare_for,
     text_of,
@@ -154,7 +153,7 @@ def _of_any_type(call: Arguments, epilogue: EpilogueLike, transposed: bool = Fal
             if not fallbacks.foreign(call.a, call.b, call.bias):
                 raise
     with compat.uncast(call.out):
-        return fallbacks.by_type(call._replace(epilogue=interned_text(epilogue)), transposed)
+        return fallbacks.by_type(call._replace(epilogue=traced_text_of(epilogue)), transposed)
 
 
 def _sharded(call: Arguments, epilogue: EpilogueLike, transposed: bool = False) -> Tensor | None:
@@ -179,20 +178,24 @@ def _answer(call: Arguments, epilogue: EpilogueLike) -> Tensor:
         more = {"alpha": call.alpha, "epilogue": epilogue, "out_dtype": call.out_dtype}
         return fallbacks.by_override(matmul, tensors, **more)
     call = _parts_of(call)
+    if call.out is None and is_traced(epilogue):
+        return traced(epilogue, _computed(call._replace(residual=None)), call.residual)
+    return _computed(call._replace(epilogue=traced_text_of(epilogue)))
+
+
+def _computed(call: Arguments) -> Tensor:
+    """The result of a call that has tensors, plain or parts of quantised ones, and any alpha."""
     if type(call.alpha) is not float:
         alpha = call.alpha
         if not isinstance(alpha, Tensor):
             alpha = number("matmul", alpha, call.a)
         if isinstance(alpha, (Tensor, complex)):
-            return _scaled(call._replace(alpha=alpha), epilogue)
+            return _scaled(call._replace(alpha=alpha))
         call = call._replace(alpha=alpha)
-    if call.out is None and is_traced(epilogue):
-        return traced(epilogue, _answer(call._replace(residual=None), None), call.residual)
-    call = call._replace(epilogue=traced_text_of(epilogue))
     if call.epilogue and has_outputs(call.epilogue):
         return outputs_operator.matmul(call)  # type: ignore[return-value]  # as documented
     if fallbacks.needs_fallback(call.a, call.b, call.bias, call.residual):
-        return _fallback(call, epilogue)
+        return _fallback(call)
     if type(call.a) is not Tensor:
         prepare_for(type(call.a))
     if call.out is not None:
@@ -202,13 +205,12 @@ def _answer(call: Arguments, epilogue: EpilogueLike) -> Tensor:
     return operator.matmul(*call[:-1])  # type: ignore[no-any-return]
 
 
-def _fallback(call: Arguments, epilogue: EpilogueLike) -> Tensor:
-    """:func:`matmul`, for calls that no kernel can serve directly."""
-    call = call._replace(epilogue=interned_text(epilogue))
+def _fallback(call: Arguments) -> Tensor:
+    """The result of a call that no kernel can serve directly."""
     if call.out is not None:
         with compat.uncast(call.out):
-            return fallbacks.answer(_answer, call)
-    return cast_first(lambda call: fallbacks.answer(_answer, call), call)  # type: ignore[no-any-return]
+            return fallbacks.answer(_computed, call)
+    return cast_first(lambda call: fallbacks.answer(_computed, call), call)  # type: ignore[no-any-return]
 
 
 def _are_tensors(a: Any, b: Any, *others: Any) -> bool:
@@ -218,15 +220,15 @@ def _are_tensors(a: Any, b: Any, *others: Any) -> bool:
     return all(t is None or isinstance(t, Tensor) for t in others)
 
 
-def _scaled(call: Arguments, epilogue: EpilogueLike) -> Tensor:
-    """:func:`matmul` with a tensor or a complex number as ``alpha``."""
+def _scaled(call: Arguments) -> Tensor:
+    """The result of a call with a tensor or a complex number as ``alpha``."""
     alpha, out = call.alpha, call.out
     if isinstance(alpha, Tensor) and alpha.dim():
         shape = tuple(alpha.shape)
         raise TypeError(f"matmul(): argument 'alpha' must be Number or 0-d Tensor, not {shape}")
     a, b, bias, residual = call[:4]
     if fallbacks.needs_fallback(a, b, bias, residual):
-        return _fallback(call, epilogue)
+        return _fallback(call)
     if isinstance(alpha, Tensor):
         differentiated = torch.compiler.is_compiling() or autograd_state.differentiated(alpha)
         if out is not None and differentiated:
@@ -237,17 +239,18 @@ def _scaled(call: Arguments, epilogue: EpilogueLike) -> Tensor:
         # A product of integers has no derivative, and torch rounds its alpha to an integer.
         if read or is_integral(call):
             value = number("matmul", alpha.detach(), a)
-            return _answer(call._replace(alpha=value), epilogue)
+            return _computed(call._replace(alpha=value))
     if out is not None:  # alpha is complex, and autocast casts no complex operands
-        return fallbacks.copied_to(_scaled_by_torch(call, epilogue), out, *call.given)
-    return cast_first(lambda call: _scaled_by_torch(call, epilogue), call)  # type: ignore[no-any-return]
+        return fallbacks.copied_to(_scaled_by_torch(call), out, *call.given)
+    return cast_first(_scaled_by_torch, call)  # type: ignore[no-any-return]
 
 
-def _scaled_by_torch(call: Arguments, epilogue: EpilogueLike) -> Tensor:
+def _scaled_by_torch(call: Arguments) -> Tensor:
     """A product to which torch applies ``alpha`` and everything after it."""
-    parsed = warm.epilogue_of(interned_text(epilogue))
+    parsed = warm.epilogue_of(call.epilogue)
     check(call, parsed)
-    product = _answer(call._replace(alpha=1.0, bias=None, residual=None, out=None), None)
+    alone = call._replace(alpha=1.0, bias=None, residual=None, epilogue="", out=None)
+    product = _computed(alone)
     y = parsed.expression(call.alpha * product, call.bias, call.residual).to(product.dtype)
     return (y, *parsed.auxiliary(y)) if parsed.outputs else y  # type: ignore[return-value]
 

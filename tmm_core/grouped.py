@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from tmm_core import compat, foreign, settings
 from tmm_core.errors import reraise
 from tmm_core.interop import autograd_state, fallbacks, grouped_operator, operator
-from tmm_core.interop.calls import (
-    interned_text,
-    is_traced,
-    prepare_for,
-    traced,
-    traced_text_of,
-)
+from tmm_core.interop.calls import is_traced, prepare_for, traced, traced_text_of
 from tmm_core.interop.declaration import cast_first
 from tmm_core.launch.check import addressable, check_tensors, number, strided
 from tmm_core.launch.grouped_call import check, fast_path_allowed, run
@@ -154,8 +146,7 @@ def _checked(call: GroupedArguments) -> GroupedArguments:
 
 def _batch(call: GroupedArguments) -> Tensor:
     a, b, bias, residual, out = call.a, call.b, call.bias, call.residual, call.out
-    text = interned_text(call.epilogue) if torch.compiler.is_compiling() else call.epilogue
-    shape = torch.Size(check(call, epilogue_of(text)))
+    shape = torch.Size(check(call, epilogue_of(call.epilogue)))
     count = shape[0]
     # DTensor cannot flatten sharded rows, and ragged rows have no rule for shards of groups.
     sharded = isinstance(a, compat.dtensor())
@@ -175,7 +166,7 @@ def _batch(call: GroupedArguments) -> Tensor:
             with compat.viewing(bias):
                 bias = bias.unsqueeze(1)
             return fallbacks.answer(_product, plain._replace(bias=bias, out=out))
-        return _product(plain._replace(out=out), call.epilogue)
+        return _product(plain._replace(out=out))
     (m, k), n = a.shape[1:], shape[-1]
     if residual is not None:
         residual = residual.expand(shape).reshape(count * m, n)
@@ -194,8 +185,7 @@ def _batch(call: GroupedArguments) -> Tensor:
     return y if out is None else fallbacks.copied_to(y, out, *call.given)
 
 
-def _product(call: Arguments, epilogue: Any) -> Tensor:
-    call = call._replace(epilogue=epilogue or "")
+def _product(call: Arguments) -> Tensor:
     return operator.matmul(*call[:-1]) if call.out is None else operator.write(call)
 
 

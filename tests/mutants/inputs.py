@@ -76,7 +76,7 @@ INPUTS = [
     Mutant("export-foreign", "tmm_core/foreign.py", "if reader is None or torch.compiler.is_exporting() else", "if reader is None else",
            "torchao's weights cannot be exported",
            ("tests/core/test_quantize.py::test_exported_products_of_torchaos_weights",)),
-    Mutant("foreign-uninterned", "nn/stored_weights.py", "text = interned_text(epilogue)", "text = epilogue",
+    Mutant("foreign-uninterned", "nn/stored_weights.py", "text = traced_text_of(epilogue)", "text = epilogue",
            "a graph of a layer of torchao's, compiled before its first call, breaks",
            ("tests/core/test_quantize.py::test_a_layer_that_was_never_called_is_compiled_whole",)),
     Mutant("foreign-constant-group", "tmm_core/foreign.py", "torch.where(scale == 0, zero.to", "torch.where(zero != zero, zero.to",

@@ -108,9 +108,9 @@ SAMPLED = [
            "pass",
            "a process whose first sharded product is compiled is refused",
            (f"{RANKS}::test_the_first_dtensor_brings_its_rules",)),
-    Mutant("batches-compiled", "tmm_core/grouped.py",
-           "interned_text(call.epilogue) if torch.compiler.is_compiling() else call.epilogue",
-           "call.epilogue",
+    Mutant("batches-compiled", "launch/warm.py",
+           "    if not text:\n        return IDENTITY\n    return INTERNED.get(text)",
+           "    return INTERNED.get(text)",
            "a batch of groups is not compiled",
            ("tests/core/test_grouped.py::"
             "test_groups_of_equal_size_compile_before_any_other_call",)),

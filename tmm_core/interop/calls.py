@@ -27,7 +27,8 @@ def text_of(epilogue: EpilogueLike) -> str:
 
 def traced_text_of(epilogue: EpilogueLike) -> str:
     """Return the epilogue's text, as :func:`text_of` does. While torch.compile traces, guard the
-    graph by all that the text depends on: the text itself is a constant of the graph."""
+    graph by all that the text depends on: the text itself is a constant of the graph. Also store
+    the epilogue, so that the tracer does not enter the registry."""
     if not torch.compiler.is_dynamo_compiling():
         return text_of(epilogue)
     if epilogue is None or isinstance(epilogue, str):
@@ -63,15 +64,6 @@ def _guard(value: float | str) -> set[float | str]:
     """Guard a graph of torch.compile by this value: tracing a set needs numbers as they are. Torch
     2.10 does not trace hash()."""
     return {value}
-
-
-def interned_text(epilogue: EpilogueLike) -> str:
-    """Return :func:`text_of`, and store the epilogue so that no tracer enters the registry."""
-    if torch.compiler.is_dynamo_compiling():
-        return _parsed_text(traced_text_of(epilogue) or None)
-    if isinstance(epilogue, Epilogue):
-        return epilogue.interned()
-    return _parsed_text(epilogue or None)
 
 
 def _parsed_text(epilogue: Any) -> str:

@@ -46,7 +46,7 @@ def needs_fallback(a: Tensor, b: Tensor, bias: Tensor | None, residual: Tensor |
     return bias.dim() != 1 or bias.shape[0] != (b.shape[-1] if b.dim() > 1 else 1)
 
 
-def answer(matmul: Callable[[Arguments, Any], Tensor], call: Arguments) -> Tensor:
+def answer(matmul: Callable[[Arguments], Tensor], call: Arguments) -> Tensor:
     """Return the result of a call for which :func:`needs_fallback` is true. ``matmul`` computes the
     call if kernels can serve it once its bias has another form.
 
@@ -68,10 +68,10 @@ def answer(matmul: Callable[[Arguments, Any], Tensor], call: Arguments) -> Tenso
             ones = [dim for dim, size in enumerate(bias.shape) if size == 1]
             bias = bias.sum(ones, dtype=bias.dtype)
         row = bias.reshape(-1).expand(width).contiguous()
-        return matmul(call._replace(bias=row), call.epilogue)
+        return matmul(call._replace(bias=row))
     if residual is None and parsed.is_identity:
-        return matmul(call._replace(bias=None, residual=bias), None)
-    z = matmul(call._replace(bias=None, residual=None, out=None), None)
+        return matmul(call._replace(bias=None, residual=bias))
+    z = matmul(call._replace(bias=None, residual=None, epilogue="", out=None))
     y = parsed.expression(z, bias, residual).to(z.dtype)
     return copied_to(y, out, a, b, bias, residual)
 

@@ -36,7 +36,7 @@ from tmm_core.spec.arguments import (
     parameters,
 )
 from tmm_core.spec.device import fingerprint
-from tmm_core.spec.epilogue import INTERNED, Epilogue
+from tmm_core.spec.epilogue import IDENTITY, INTERNED, Epilogue
 from tmm_core.spec.launcher import BASELINE, Bound, Launcher
 from tmm_core.spec.problem import Problem, stored_operands
 
@@ -141,13 +141,15 @@ def epilogue_of(text: str) -> Epilogue:
     Raises:
         UnknownNameError, ValueError: See :func:`tmm_core.epilogues.parse`.
     """
+    if not text:
+        return IDENTITY
     return INTERNED.get(text) or _parsed(answerer(), text)
 
 
 @functools.lru_cache(256)
 def _parsed(chooser: Any, text: str) -> Epilogue:
     """Parse a text once: a call that records gradients needs it twice, at 9 µs each."""
-    return chooser.registry.epilogue(text or None)  # type: ignore[no-any-return]
+    return chooser.registry.epilogue(text)  # type: ignore[no-any-return]
 
 
 def plain(t: Any) -> bool:

@@ -9,7 +9,7 @@ import torch
 from tmm_core import api, foreign, formats
 from tmm_core.formats import grids
 from tmm_core.interop import autograd_state, fallbacks
-from tmm_core.interop.calls import interned_text
+from tmm_core.interop.calls import traced_text_of
 from tmm_core.interop.row_quantization import quantize_rows
 from tmm_core.quantized import Quantized
 from tmm_core.rounding import quantize
@@ -60,7 +60,7 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None, epilogue: str) -> Te
         recorded = autograd_state.recorded(x, bias)
         if not recorded and type(x) is Tensor:
             return api.linear(x, stored, bias, epilogue=epilogue)
-    text = interned_text(epilogue)
+    text = traced_text_of(epilogue)
     return fallbacks.by_type(Arguments(x, weight, bias, epilogue=text), linear=True)
 
 
