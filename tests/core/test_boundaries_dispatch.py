@@ -1819,19 +1819,21 @@ def test_which_kernel_answers_at_a_first_use(
     monkeypatch.setattr(d.first_use, "may_launch", lambda *_: False)
     monkeypatch.setattr(d.first_use, "verify", lambda *_, **__: verdict)
     launcher: Any = "launcher"
-    refused = {"wrong": answers._WrongError, "refused": PluginError}
-    warned = "a forced kernel is used unverified: fast was never verified" * (
-        answer == "unverified"
-    ) or "is served by BLAS, which is not batch-invariant" * (
-        answer == "blas" and invariant_mode is False
+    warned = (
+        "a forced kernel is used unverified: fast was never verified" * (answer == "unverified")
+        or "is served by BLAS, which is not batch-invariant"
+        * (answer == "blas" and invariant_mode is False)
+        or "it is off" * (answer == "wrong")
     )
     with pytest.warns(TmmWarning, match=warned) if warned else contextlib.nullcontext():
-        if answer in refused:
-            with pytest.raises(refused[answer], match="it is off"):
+        if answer == "refused":
+            with pytest.raises(PluginError, match="it is off"):
                 d._verified(asked, choice, launcher, settings())
             return
         found = d._verified(asked, choice, launcher, settings())
-    if answer == "blas":
+    if answer == "wrong":
+        assert (found, *d.quarantined.values()) == (None, "it is off")
+    elif answer == "blas":
         assert (found.candidate.kernel.name, found.origin) == ("blas", "fallback")
         end = ", and a CUDA graph is being captured" if capturing else ": it x"
         assert found.reason == f"fast was never verified on this machine for M=64{end}"

@@ -219,7 +219,7 @@ def test_a_cancelled_job_is_answered_never_and_begun_never(hosted: Hosted) -> No
 @pytest.mark.parametrize(
     ("outcome", "message"),
     [
-        (TimeoutError(), {"late": True}),
+        (TimeoutError(), {"late": 15}),
         (ProcessExpired("gone", 3, 77), {"died": "ended with exit code 3: its last words"}),
         (ProcessExpired("gone", -11, 77), {"died": "died (signal 11, SIGSEGV): its last words"}),
         ({"error": "x", "place": "f:1"}, {"error": "x", "place": "f:1"}),
@@ -745,7 +745,7 @@ def test_how_a_host_is_started(parent: Parent, monkeypatch: pytest.MonkeyPatch) 
     ("answer", "kind", "message", "more"),
     [
         ({"error": None}, None, "", ()),
-        ({"late": True}, HungError, "took over 7 s", (None, "")),
+        ({"late": 7.0}, HungError, "took over 7 s", (None, "")),
         ({"died": "ended"}, NotCompiledError, "it ended", (None, "")),
         ({"error": "x"}, NotCompiledError, "raised x", (None, "")),
         (

@@ -62,10 +62,6 @@ _INSIDE = "computed inside a plugin's code"
 _WAITED_FOR = "a plugin's code waits for a thread, which may be this one"
 
 
-class _WrongError(Exception):
-    """Verification found a choice wrong at its first use."""
-
-
 class Dispatcher(Deferring):
     """Chooses candidates, and keeps its choices per bucket for this process."""
 
@@ -112,8 +108,6 @@ class Dispatcher(Deferring):
             try:
                 launcher = kernel.bind(problem, config)
                 answer = self._verified(problem, choice, launcher, settings)
-            except _WrongError as wrong:
-                self.quarantine(problem, choice, str(wrong))
             except BaseException as error:
                 reraise(error)
                 if choice.origin == "forced" or kernel.name == BASELINE:
@@ -128,18 +122,19 @@ class Dispatcher(Deferring):
                     # Otherwise the exception would end the process, or a generator of the caller.
                     raise PluginError(f"kernel {kernel.name} raised {error_text(error)}") from error
                 self.quarantine(problem, choice, error)
-            else:
-                if answer is choice:
-                    return choice, launcher
+                continue
+            if answer is choice:
+                return choice, launcher
+            if answer is not None:
                 return answer, answer.candidate.kernel.bind(problem, answer.candidate.config)
 
     def _verified(
         self, problem: Problem, choice: Choice, launcher: Launcher, settings: Settings
-    ) -> Choice:
-        """Verify a choice at its first use; returns it, or BLAS if it cannot be verified now.
+    ) -> Choice | None:
+        """Verify a choice at its first use; returns it, or BLAS if it cannot be verified now. None:
+        it is wrong, and quarantined.
 
         Raises:
-            _WrongError: The choice is wrong.
             PluginError: The choice is forced and wrong.
         """
         name = choice.candidate.kernel.name
@@ -166,7 +161,8 @@ class Dispatcher(Deferring):
                 if verdict.reason is None:
                     return choice
                 if choice.origin != "forced":
-                    raise _WrongError(verdict.reason)
+                    self.quarantine(problem, choice, verdict.reason)
+                    return None
                 raise PluginError(
                     f"kernel {name!r} is forced and wrong for {problem}: {verdict.reason}; "
                     f"TMM_VERIFY=0 or override(verify=False) uses it unverified"

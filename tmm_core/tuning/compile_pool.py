@@ -239,7 +239,7 @@ class _Host:
         #: Set when the pool works, or has failed to start.
         self.started = threading.Event()
         self.ended = self._closing = False
-        self._pending: dict[int, tuple[Future[None], float]] = {}
+        self._pending: dict[int, Future[None]] = {}
         self._numbers = itertools.count()
         self._lock = threading.Lock()
         #: Messages that a thread sends. Until the host has started it reads none, and the socket
@@ -288,7 +288,7 @@ class _Host:
         with self._lock:
             if self.ended:
                 return False
-            self._pending[number] = future, job["limit"]
+            self._pending[number] = future
         with suppress(TypeError, ValueError):  # a config that is not JSON
             self._write({**request, **job, "id": number})
             return True
@@ -297,7 +297,7 @@ class _Host:
     def cancel(self, futures: set[Future[None]]) -> None:
         """Cancel the pending ones of ``futures``."""
         with self._lock:
-            cancelled = {n: future for n, (future, _) in self._pending.items() if future in futures}
+            cancelled = {n: future for n, future in self._pending.items() if future in futures}
             for number in cancelled:
                 del self._pending[number]
         if cancelled:
@@ -331,9 +331,9 @@ class _Host:
                 number, answer = json.loads(self._channel.recv_bytes())
                 self.started.set()
                 with self._lock:
-                    future, limit = self._pending.pop(number, (None, 0.0))
+                    future = self._pending.pop(number, None)
                 if future is not None:
-                    _resolve(future, self._failure(answer, limit))
+                    _resolve(future, self._failure(answer))
         except (EOFError, OSError):  # it ended, or was closed here
             pass
         except Exception as error:  # out of memory, or an invalid message
@@ -351,14 +351,14 @@ class _Host:
         if sender.ident is not None:
             sender.join()  # before its file descriptor is another's
         self._opened.close()
-        for future, _ in left.values():
+        for future in left.values():
             _resolve(future)
         if fault is not None and not self._closing:
             self._report(fault)
 
-    def _failure(self, answer: Mapping[str, Any], limit: float) -> NotCompiledError | None:
-        if answer.get("late"):
-            return HungError(self._kind.late.format(f"{limit:g} s"))
+    def _failure(self, answer: Mapping[str, Any]) -> NotCompiledError | None:
+        if "late" in answer:
+            return HungError(self._kind.late.format(f"{answer['late']:g} s"))
         if "died" in answer:
             return NotCompiledError(self._kind.died.format(answer["died"]))
         if (error := answer["error"]) is None:

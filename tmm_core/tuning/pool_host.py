@@ -130,7 +130,7 @@ class Host:
         del self._running[job["id"]]
         error = None if future.cancelled() else future.exception()
         if isinstance(error, TimeoutError):
-            self._send(job, {"late": True})
+            self._send(job, {"late": job["limit"]})
         elif isinstance(error, ProcessExpired) and (
             error.exitcode != WORN_OUT or job["retries"] == _MOST_RETRIES
         ):
