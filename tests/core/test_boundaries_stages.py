@@ -607,7 +607,7 @@ def test_tried_kernels_are_noted_and_the_timer_is_the_devices() -> None:
             problem(), settings(on_cache_miss=mode), Deadline(math.inf), Findings(), {}
         )
         assert isinstance(one._timer, HostTimer)
-        assert one._launchers._workers == workers
+        assert one._launchers.workers == workers
         assert one._eager is (mode == "tune")
 
 

@@ -189,6 +189,7 @@ def test_hanging_binds_cost_one_limit_and_no_other_candidate(
     workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(candidate_launchers, "BIND_LIMIT", 0.4)
+    monkeypatch.setattr(candidate_launchers, "STALLED", 0.05)
     hangs = Hangs("a.hangs", lambda problem: True, tiles=range(1, 21))
     good = FakeKernel("good", tiles=(1, 2))
     timer = FakeTimer({"good": 5.0, "blas": 10.0})
@@ -210,6 +211,7 @@ def test_a_bind_that_hangs_inside_the_bucket_costs_the_time_there(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(candidate_launchers, "BIND_LIMIT", 0.3)
+    monkeypatch.setattr(candidate_launchers, "STALLED", 0.04)
     hangs = Hangs("hangs", lambda problem: problem.m != 64)
     record, _ = tune(FakeBlas(), hangs, times={"hangs": 5.0, "blas": 10.0})
     hangs.release.set()

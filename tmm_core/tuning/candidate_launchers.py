@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import CancelledError, Future, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -57,38 +57,28 @@ class Deadline:
         return time.monotonic() > self.at
 
 
+@dataclass(eq=False)
 class CandidateLaunchers:
-    """Makes the launchers of candidates.
+    """Makes the launchers of candidates."""
 
-    Args:
-        workers: The number of threads that bind at one time.
-        memory: Bytes that tensors of a first launch may take.
-        deadline: The time after which only BLAS is bound.
-        ahead: The jobs that are already being compiled.
-    """
-
-    def __init__(
-        self,
-        compilers: Compilers,
-        workers: int,
-        first_launches: FirstLaunches | None,
-        device: torch.device,
-        memory: int | None,
-        deadline: Deadline,
-        ahead: dict[CompileJob, Future[None]],
-    ) -> None:
-        self.compilers, self._first = compilers, first_launches
-        self._workers, self._device, self._memory = workers, device, memory
-        self.deadline = deadline
-        self._ahead = ahead
-        #: The jobs that were launched in another process.
-        self._launched: set[CompileJob] = set()
-        #: The submitted jobs, each with a future that is done when ``bind`` may be called.
-        self._waiting: dict[CompileJob, Future[None]] = {}
-        #: The start of each job's thread, and its future outcome; without jobs that were given up.
-        self._binding: dict[CompileJob, tuple[float, Future[Outcome]]] = {}
-        self._outcomes: dict[CompileJob, Outcome] = {}
-        self._stalled = min(STALLED, BIND_LIMIT / 8)
+    compilers: Compilers
+    #: The number of threads that bind at one time.
+    workers: int
+    first_launches: FirstLaunches | None
+    device: torch.device
+    #: Bytes that tensors of a first launch may take.
+    memory: int | None
+    #: The time after which only BLAS is bound.
+    deadline: Deadline
+    #: The jobs that are being compiled for a later :meth:`submit`.
+    ahead: dict[CompileJob, Future[None]]
+    #: The jobs that were launched in another process.
+    _launched: set[CompileJob] = field(default_factory=set)
+    #: The submitted jobs, each with a future that is done when ``bind`` may be called.
+    _waiting: dict[CompileJob, Future[None]] = field(default_factory=dict)
+    #: The start of each job's thread, and its future outcome; without jobs that were given up.
+    _binding: dict[CompileJob, tuple[float, Future[Outcome]]] = field(default_factory=dict)
+    _outcomes: dict[CompileJob, Outcome] = field(default_factory=dict)
 
     # -- compiling -------------------------------------------------------------------------
 
@@ -98,14 +88,14 @@ class CandidateLaunchers:
         """Compile ``jobs``, and then the jobs of ``ahead``, which a later call may submit. Jobs of
         an earlier ``ahead`` that are in neither are cancelled. Returns the pending futures of
         ``jobs``, or all of their futures if none is pending."""
-        begun = self._ahead
+        begun = self.ahead
 
         def future(each: CompileJob) -> Future[None]:
             return begun.pop(each) if each in begun else self.compilers.submit(*each)
 
         compiling = {each: future(each) for each in jobs}
         self._waiting |= compiling
-        self._ahead = {each: future(each) for each in ahead}
+        self.ahead = {each: future(each) for each in ahead}
         self.compilers.cancel_pending(begun.values())
         return [f for f in compiling.values() if not f.done()] or [*compiling.values()]
 
@@ -143,7 +133,7 @@ class CandidateLaunchers:
             failed = future.cancelled() or future.exception() is not None
             if failed or self.deadline.passed or candidate.kernel.name == BASELINE:
                 continue
-            memory = self._memory or default_limit(self._device)
+            memory = self.memory or default_limit(self.device)
             started = time.monotonic()
             if (failure := first.failure(problem, candidate, memory)) is not None:
                 # Time lost by one candidate is not charged to the others.
@@ -165,16 +155,15 @@ class CandidateLaunchers:
         """Return the outcomes of the submitted jobs that were bound since the last call: of all
         compiled jobs, and of at least one. Only stalled jobs still have threads, so launches may be
         timed. The dict is empty if no job is left."""
-        if self._first:
-            self._launch_first(self._first)
+        if self.first_launches:
+            self._launch_first(self.first_launches)
         while self._waiting or self._binding or self._outcomes:
             if self.deadline.passed and (compiling := self._compiling()):
                 self.compilers.cancel_pending(compiling)
             now = time.monotonic()
             self._collect(now)
-            ages = [now - begun for begun, _ in self._binding.values()]
-            stalled = sum(age >= self._stalled for age in ages)
-            self._start(self._workers + min(stalled, _MOST_STALLED))
+            stalled = sum(now - begun >= STALLED for begun, _ in self._binding.values())
+            self._start(self.workers + min(stalled, _MOST_STALLED))
             if self._outcomes and len(self._binding) == stalled:
                 break
             yield [*self._compiling(), *(answer for _, answer in self._binding.values())]
@@ -223,13 +212,13 @@ class CandidateLaunchers:
 
     def _bound(self, job: CompileJob, compiled: Future[None]) -> Outcome:
         try:
-            if self._device.type == "cuda":
-                torch.cuda.set_device(self._device)  # a thread starts on device 0
+            if self.device.type == "cuda":
+                torch.cuda.set_device(self.device)  # a thread starts on device 0
             compiled.result()
             problem, candidate = job
             if self.deadline.passed and candidate.kernel.name != BASELINE:
                 raise CancelledError
-            return _launcher(problem, candidate, self._device)
+            return _launcher(problem, candidate, self.device)
         except CancelledError:
             return TimeoutError(BUDGET_ENDED)
         except BaseException as error:  # compilers raise SystemExit and worse
