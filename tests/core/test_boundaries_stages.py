@@ -604,7 +604,7 @@ def test_tried_kernels_are_noted_and_the_timer_is_the_devices() -> None:
     assert len(record.candidates) == 2
     for mode, workers in (("background", 1), ("tune", 7)):
         one = tuner.Tuner(workers=7)._tuning(
-            problem(), settings(on_cache_miss=mode), Deadline(math.inf), Findings(), {}
+            problem(), settings(on_cache_miss=mode), Deadline(math.inf), Findings()
         )
         assert isinstance(one._timer, HostTimer)
         assert one._launchers.workers == workers

@@ -100,11 +100,8 @@ class Deferring(Measuring):
             background.abandon()
 
     def defer(self, name: Name, query: Query, steps: Steps[Any], why: str) -> None:
-        """Let later calls run ``steps``, which store a record.
-
-        Args:
-            why: The reason to give if the stored record has no usable answer.
-        """
+        """Let later calls run ``steps``, which store a record. The reason ``why`` is given if that
+        record has no usable answer."""
         before = self.record_of(query.key)
 
         def ending() -> Steps[None]:

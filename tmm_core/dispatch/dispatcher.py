@@ -448,11 +448,8 @@ class Dispatcher(Deferring):
             self._neighbours.add(device, known)
 
     def quarantine(self, problem: Problem, choice: Choice, fault: BaseException | str) -> None:
-        """Stop using this kernel for problems of this bucket, in this process.
-
-        Args:
-            fault: The kernel's exception, or the finding of verification.
-        """
+        """Stop using this kernel for problems of this bucket, in this process. The ``fault`` is the
+        kernel's exception, or the finding of verification."""
         kernel, bucket = choice.candidate.kernel, bucketed(problem.bare())
         if isinstance(fault, BaseException):
             text, error, failed = error_text(fault), fault, "failed"

@@ -72,11 +72,8 @@ class FirstUse:
         self._store = store
 
     def may_launch(self, problem: Problem, choice: Choice, verifies_forced: bool = True) -> bool:
-        """Whether ``choice`` may be launched for ``problem`` without verification.
-
-        Args:
-            verifies_forced: Forced kernels are verified too.
-        """
+        """Whether ``choice`` may be launched for ``problem`` without verification. A forced kernel
+        needs one only if ``verifies_forced``."""
         candidate = choice.candidate
         if candidate.kernel.name == BASELINE or choice.origin == "fallback":
             return True
@@ -98,12 +95,7 @@ class FirstUse:
             self._store.mark_verified(device.gpu, device.environment, key)
 
     def verify(
-        self,
-        problem: Problem,
-        choice: Choice,
-        launcher: Launcher,
-        *,
-        memory_limit: int | None = None,
+        self, problem: Problem, choice: Choice, launcher: Launcher, memory_limit: int | None
     ) -> Verdict:
         """Compare a few launches with samples of rows and columns, within a memory limit, and stamp
         the candidate if it is right. This takes about 5 ms for 8192³ in bf16 on an H100, most of it

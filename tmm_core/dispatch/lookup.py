@@ -233,9 +233,7 @@ class Lookup:
 
     def require_record(self, problem: Problem, key: Problem, settings: Settings) -> None:
         """Refuse a problem without a record, if the store is locked or the settings require one.
-
-        Args:
-            key: The problem of the bucket's record.
+        The problem of its bucket is ``key``.
 
         Raises:
             CacheMissError: A record is required.

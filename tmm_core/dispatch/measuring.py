@@ -124,11 +124,7 @@ class Measuring(Lookup):
         **options: Any,
     ) -> TuningRecord:
         """Take all steps of :meth:`_tuning` at once, with its ``options`` and a line of progress.
-
-        Args:
-            wait: Wait for another process that tunes the problem, rather than raise
-                :class:`BusyError`.
-        """
+        If another process tunes the problem, ``wait`` for it or raise :class:`BusyError`."""
         from tmm_core.tuning.progress import LINE
 
         device, document = key.device, key.to_json()
@@ -153,11 +149,8 @@ class Measuring(Lookup):
     ) -> Steps[TuningRecord]:
         """Measure a problem, unless its record is complete, and store the record.
 
-        It yields between measurements (:meth:`Tuner.steps`). While it runs, its caller holds
-        :meth:`_alone_on` for the device.
-
-        Args:
-            spent: Seconds of the budget spent on finding the kernels.
+        It yields between measurements (:meth:`Tuner.steps`, which also explains ``spent``). While
+        it runs, its caller holds :meth:`_alone_on` for the device.
         """
         findings, able = Findings(), self._with_baseline(key, able)
         # The previous holder of the lock may have stored the record.

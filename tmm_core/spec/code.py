@@ -40,11 +40,8 @@ _INSTALLER_SUFFIXES = (".dist-info", ".egg-info", ".data", ".pth", "__pycache__"
 
 def version_of(kernel: Any, stated: str, distribution: str = "") -> str:
     """Return the version under which a kernel's measurements are stored. A third party's ``stated``
-    version is combined with a digest of files, since its author may forget to change it.
-
-    Args:
-        distribution: The distribution that the kernel is from; empty if that is unknown.
-    """
+    version is combined with a digest of files, since its author may forget to change it. The
+    ``distribution`` that the kernel is from is empty if that is unknown."""
     if is_own(type(kernel)):
         return stated
     kinds = type(kernel), kernel.config_type

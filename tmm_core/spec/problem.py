@@ -82,11 +82,8 @@ class Problem:
         **fields: Any,
     ) -> Problem:
         """Return the problem of tensors that were checked: 2-D or 3-D operands, and ``residual`` of
-        the shape of ``out``. ``out`` may be a meta tensor.
-
-        Args:
-            stored: Formats, scales and zero points by operand (:func:`stored_operands`).
-        """
+        the shape of ``out``. ``out`` may be a meta tensor. :func:`stored_operands` returns the
+        ``stored`` formats, scales and zero points."""
         stored = stored or {}
         of_a = Operand.of(a, **stored.get("a", {}))
         return cls(

@@ -17,11 +17,7 @@ CHECK_INTERVAL = 0.05
 
 
 def drained(steps: Steps[T], tick: Callable[[], None] = lambda: None) -> T:
-    """Take all ``steps``; returns their result.
-
-    Args:
-        tick: Called after every step.
-    """
+    """Take all ``steps``, and call ``tick`` after each; returns their result."""
     while True:
         try:
             pending = next(steps)

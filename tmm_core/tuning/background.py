@@ -70,11 +70,8 @@ class Task:
 
 class Background:
     """The unfinished tunings of a process, oldest first. One of them measures at a time. While it
-    waits for compilers, the next one starts compiling.
-
-    Args:
-        alone: A context in which no other process measures a problem; yields whether that holds.
-    """
+    waits for compilers, the next one starts compiling. ``alone`` is a context in which no other
+    process measures a problem; it yields whether that holds."""
 
     def __init__(
         self,

@@ -53,8 +53,7 @@ class Host:
     """Passes jobs to workers, and their results through a channel to the parent.
 
     Args:
-        forks: Whether workers are forked from a process that has imported everything. If not, each
-            worker imports everything itself, and may use CUDA.
+        forks: See :attr:`tmm_core.tuning.compile_pool.Kind.forks`.
         folder: The folder for temporary files and for the workers' output.
     """
 

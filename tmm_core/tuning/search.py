@@ -79,11 +79,8 @@ _NEVER = Deadline(math.inf)
 
 
 class Search:
-    """The candidates of one tuning, handed out in batches once :meth:`query` has ended.
-
-    Args:
-        new: The kernels without results on record.
-    """
+    """The candidates of one tuning, handed out in batches once :meth:`query` has ended. Kernels
+    that are not ``new`` have results on record."""
 
     def __init__(
         self, problem: Problem, new: Sequence[Kernel[Any]], hints: Hints = NO_HINTS

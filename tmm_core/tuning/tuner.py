@@ -110,8 +110,7 @@ class Tuner:
             raise ValueError(f"no {BASELINE!r} kernel to compare with")
         search = Search(problem, new, hints)
         yield from self._charged(search.query(kernels, before, deadline), deadline)
-        ahead = self.prepared.pop(problem, {})
-        tuning = self._tuning(problem, settings, deadline, findings, ahead)
+        tuning = self._tuning(problem, settings, deadline, findings)
         yield from self._run(tuning, tuning.run(search), deadline)
         for candidate, why in search.untried([run.candidate for run in tuning.runs]):
             tuning.runs.append(CandidateRun(candidate))
@@ -153,7 +152,7 @@ class Tuner:
         bucket; returns the record with these times. A candidate that is wrong there does not
         win."""
         deadline = Deadline(time.monotonic() + settings.tune_budget)
-        tuning = self._tuning(key, settings, deadline, Findings(), {})
+        tuning = self._tuning(key, settings, deadline, Findings())
         runs = {index: CandidateRun(candidate) for index, candidate in candidates.items()}
         for run in runs.values():
             run.status = "ok"
@@ -169,12 +168,7 @@ class Tuner:
         return structs.replace(record, candidates=tuple(results), winner=winner)
 
     def _tuning(
-        self,
-        problem: Problem,
-        settings: Settings,
-        deadline: Deadline,
-        findings: Findings,
-        ahead: dict[CompileJob, Future[None]],
+        self, problem: Problem, settings: Settings, deadline: Deadline, findings: Findings
     ) -> Tuning:
         # BLAS multiplies by the process's precision setting.
         require_precision(problem)
@@ -183,7 +177,7 @@ class Tuner:
         workers = 1 if settings.on_cache_miss == "background" else self.workers
         launchers = CandidateLaunchers(
             self.compilers, workers, self.first_launches, device, settings.tune_memory, deadline,
-            ahead,
+            self.prepared.pop(problem, {}),
         )  # fmt: skip
         return Tuning(problem, settings, self.timer or timer_for(device), launchers, findings)
 
