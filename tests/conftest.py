@@ -124,20 +124,20 @@ def list_plugins() -> Callable[[], list[importlib.metadata.EntryPoint]]:
 
 @pytest.fixture(autouse=True)
 def isolated(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    list_plugins: Callable[[], list[importlib.metadata.EntryPoint]],
+    tmp_path: Path, list_plugins: Callable[[], list[importlib.metadata.EntryPoint]]
 ) -> Iterator[None]:
-    for name in list(os.environ):
-        if name.startswith("TMM_"):
-            monkeypatch.delenv(name)
-    monkeypatch.setenv("TMM_CACHE_DIR", str(tmp_path / "tmm-cache"))
-    monkeypatch.setenv("TMM_SHIPPED_RECORDS", "0")
-    monkeypatch.setattr(query, "version_of", stated)
-    monkeypatch.setattr(registry, "_installed", list_plugins)
-    forget()
-    yield
-    forget()
+    # Not the test's own monkeypatch, whose undo() would lead to the developer's cache.
+    with pytest.MonkeyPatch.context() as patch:
+        for name in list(os.environ):
+            if name.startswith("TMM_"):
+                patch.delenv(name)
+        patch.setenv("TMM_CACHE_DIR", str(tmp_path / "tmm-cache"))
+        patch.setenv("TMM_SHIPPED_RECORDS", "0")
+        patch.setattr(query, "version_of", stated)
+        patch.setattr(registry, "_installed", list_plugins)
+        forget()
+        yield
+        forget()
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -9,15 +10,17 @@ from tmm_cache import CacheStore, cache_errors
 
 
 @pytest.fixture(autouse=True)
-def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def root(tmp_path: Path) -> Iterator[Path]:
     """The user's own root, which doesn't exist yet."""
     own = tmp_path / "own"
-    monkeypatch.setenv("TMM_CACHE_DIR", str(own))
-    monkeypatch.delenv("TMM_CACHE_PATH", raising=False)
-    monkeypatch.delenv("FORCE_COLOR", raising=False)
-    # As in a process without warnings so far: the same variable is wrong in several tests.
-    monkeypatch.setattr(cache_errors, "_warned", set())
-    return own
+    # Not the test's own monkeypatch, whose undo() would lead to the developer's cache.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMM_CACHE_DIR", str(own))
+        patch.delenv("TMM_CACHE_PATH", raising=False)
+        patch.delenv("FORCE_COLOR", raising=False)
+        # As in a process without warnings so far: the same variable is wrong in several tests.
+        patch.setattr(cache_errors, "_warned", set())
+        yield own
 
 
 @pytest.fixture
