@@ -26,14 +26,6 @@ from tmm_core.verify.ragged_inputs import Inputs
 
 Tensor = torch.Tensor
 
-_GRAD: dict[Mode, Callable[[], Any]] = {
-    "grad mode": torch.enable_grad,
-    "no_grad": torch.no_grad,
-    "inference mode": torch.inference_mode,
-    "autocast": torch.enable_grad,
-    "autocast in inference mode": torch.inference_mode,
-}
-
 
 def _properties(given: Inputs) -> dict[str, tuple[Any, ...]]:
     """Return the properties of its arguments, by name, that a launch may not change besides their
@@ -220,7 +212,10 @@ class CheckedLauncher:
             if problem.device.interpreted:  # numpy warns of NaN and Inf in the interpreter
                 stack.enter_context(warnings.catch_warnings())
                 warnings.simplefilter("ignore", RuntimeWarning)
-            stack.enter_context(_GRAD[mode]())
+            if "inference mode" in mode:
+                stack.enter_context(torch.inference_mode())
+            else:
+                stack.enter_context(torch.set_grad_enabled(mode != "no_grad"))
             if mode.startswith("autocast"):
                 stack.enter_context(torch.autocast(self._data.device.type, problem.a.dtype))
             yield

@@ -235,9 +235,8 @@ class DataSets:
         if self.device.type == "cpu" and size <= _SMALL:
             # malloc joins free neighbours, so every other block is kept. It takes an aligned block
             # out of a larger free one, so the blocks have room.
-            blocks = [torch.empty(size + _ROOM, dtype=torch.uint8, device="cpu") for _ in range(8)]
-            for block in blocks:
-                block.fill_(_NAN)
+            size += _ROOM
+            blocks = [torch.full((size,), _NAN, dtype=torch.uint8, device="cpu") for _ in range(8)]
             self._kept = blocks[1::2]
 
     def release(self) -> None:
