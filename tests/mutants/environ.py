@@ -373,8 +373,8 @@ ENVIRON = [
     Mutant(
         "plugin-supports-raise",
         "registry/query.py",
-        'with self._blamed("supports"):',
-        "if True:",
+        'return [str(self._failed("supports", error))]',
+        "raise",
         "a declaration that raises ends every call",
         (f"{HOSTILE}::test_it_costs_itself_and_one_warning[supports that raise]",),
     ),

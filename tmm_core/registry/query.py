@@ -75,8 +75,14 @@ def read_config(kernel: Kernel[Any], document: Mapping[str, Any]) -> Config:
     """
     if not isinstance(kernel, CheckedKernel):
         return kernel.config_type.from_json(document)
-    with kernel._blamed("config_type", passing=(ConfigError,)), kernel._running("config_type"):
-        return kernel._config(kernel.config_type.from_json(document))
+    try:
+        with kernel._running("config_type"):
+            return kernel._config(kernel.config_type.from_json(document))
+    except ConfigError:
+        raise
+    except BaseException as error:
+        reraise(error)
+        raise kernel._failed("config_type", error) from error
 
 
 class CheckedKernel(Kernel[Any]):
@@ -126,13 +132,15 @@ class CheckedKernel(Kernel[Any]):
                 )
 
     def reasons_against(self, problem: Problem) -> list[str]:
+        if self.fault is not None:
+            return [self.fault]
         try:
             # They may be of a plugin's class, or hold collections that raise.
-            with self._blamed("supports"):
-                reasons = _reasons(self.supports.reasons_against(problem))
-            return reasons or self.declines(problem)
-        except PluginError as error:
-            return [str(error)]
+            reasons = _reasons(self.supports.reasons_against(problem))
+        except BaseException as error:
+            reraise(error)
+            return [str(self._failed("supports", error))]
+        return reasons or self.declines(problem)
 
     def declines(self, problem: Problem) -> list[str]:
         try:
@@ -153,7 +161,7 @@ class CheckedKernel(Kernel[Any]):
             reraise(error)
             if issubclass(type(error), Exception) and not self.configs(problem):
                 raise PluginError("its search space is empty for this problem") from error
-            raise self.set_aside(self._fault("default_config", error)) from error
+            raise self._failed("default_config", error) from error
 
     def bind(self, problem: Problem, config: Any) -> Launcher:
         """Compile and return the launcher.
@@ -213,15 +221,27 @@ class CheckedKernel(Kernel[Any]):
         Raises:
             PluginError: The kernel is set aside, now or before, or the candidate fails.
         """
-        patience = COMPILE_PATIENCE if compiles else None
-        with self._blamed(method, compiles, passing), self._running(method, patience):
-            return check(getattr(self.kernel, method)(*arguments))
+        if self.fault is not None:
+            raise PluginError(self.fault)
+        try:
+            with self._running(method, COMPILE_PATIENCE if compiles else None):
+                return check(getattr(self.kernel, method)(*arguments))
+        except passing:
+            raise
+        except BaseException as error:
+            reraise(error)
+            raise self._failed(method, error, compiles) from error
 
     def _or(self, default: T, method: str, check: Callable[[Any], T], *arguments: Any) -> T:
         try:
             return self._call(method, check, *arguments)
         except PluginError:
             return default
+
+    def _failed(self, method: str, error: BaseException, compiles: bool = False) -> PluginError:
+        """Set the kernel aside for an exception, unless it costs only the candidate."""
+        why = self._fault(method, error)
+        return PluginError(f"{self._title}: {why}") if compiles else self.set_aside(why)
 
     def set_aside(self, why: str) -> PluginError:
         """Decline every problem from now on; the first reason is kept and reported."""
@@ -230,27 +250,6 @@ class CheckedKernel(Kernel[Any]):
                 self.fault = f"{self._title} is set aside: {why}"
         warn_of_plugin(self.source, self.fault)
         return PluginError(self.fault)
-
-    @contextmanager
-    def _blamed(
-        self,
-        method: str,
-        compiles: bool = False,
-        passing: tuple[type[BaseException], ...] = (),
-    ) -> Iterator[None]:
-        """A context in which an exception is the kernel's fault; see :meth:`_call`."""
-        if self.fault is not None:
-            raise PluginError(self.fault)
-        try:
-            yield
-        except passing:
-            raise
-        except BaseException as error:
-            reraise(error)
-            why = self._fault(method, error)
-            if compiles:
-                raise PluginError(f"{self._title}: {why}") from error
-            raise self.set_aside(why) from error
 
     @contextmanager
     def _running(self, method: str, patience: float | None = None) -> Iterator[None]:
