@@ -29,7 +29,7 @@ from tmm_core.spec.steps import drained
 from tmm_core.tuning import tuner
 from tmm_core.tuning.findings import Findings
 from tmm_core.tuning.search import NO_HINTS, Hints, Search
-from tmm_core.tuning.untried import unmeasured
+from tmm_core.tuning.untried import Untried
 
 DEVICE = DeviceFingerprint(
     type="cpu", name="Fake H200", capability=(9, 0), sm_count=132, torch="2", triton="3"
@@ -213,6 +213,27 @@ def searched(
     search = Search(problem, new, hints)
     drained(search.query(kernels, before, **options))
     return search
+
+
+class _Notes(Untried):
+    """Notes that no store has: the kernels to leave untried, and those to try again."""
+
+    def __init__(self, left: Any) -> None:
+        self._left = left
+
+    def left(self, key: Problem) -> Any:
+        return self._left
+
+
+def unmeasured(
+    problem: Problem,
+    kernels: Sequence[Any],
+    record: TuningRecord | None,
+    left: Any = ((), ()),
+    **options: Any,
+) -> list[Any]:
+    """The kernels that a tuning would time, if these were left untried."""
+    return _Notes(left).missing(problem, kernels, record, **options)
 
 
 class Tuner(tuner.Tuner):

@@ -15,7 +15,17 @@ from typing import Any
 
 import pytest
 import torch
-from fakes import DEVICE, FakeBlas, FakeConfig, FakeKernel, dispatcher, problem, searched, settings
+from fakes import (
+    DEVICE,
+    FakeBlas,
+    FakeConfig,
+    FakeKernel,
+    dispatcher,
+    problem,
+    searched,
+    settings,
+    unmeasured,
+)
 from msgspec.structs import replace as revised
 from test_invariant import Summing, chosen, weight_problem
 from test_invariant import timed as timed_by_m
@@ -68,7 +78,7 @@ from tmm_core.tuning.ranking import (
     times_around,
 )
 from tmm_core.tuning.search import MOST_HINTS, Hints, Search
-from tmm_core.tuning.untried import Obstacle, unmeasured
+from tmm_core.tuning.untried import Obstacle
 from tmm_core.verify import verifier
 from tmm_core.verify.verifier import Verdict
 
@@ -1638,7 +1648,7 @@ def test_which_kernels_a_tuning_would_time(tmp_path: Path) -> None:
     record = recorded(instance, result("blas", 9.0))
 
     def missing(known: TuningRecord | None, resume: bool = False) -> list[str]:
-        return [kernel.name for kernel in d.missing(instance, able, known, resume)]
+        return [kernel.name for kernel in d.untried.missing(instance, able, known, resume)]
 
     assert missing(record) == ["left", "new"]
     d.untried.note(instance, set(), {("left", "1"): Obstacle("passing", "no memory")})
@@ -1929,7 +1939,7 @@ def test_a_call_does_not_measure_kernels_that_this_machine_cannot_try(tmp_path: 
         d.store.save(DEVICE.gpu, DEVICE.environment, recorded(key, result("blas", 9.0)))
         d.untried.note(key, set(), {("left", "1"): Obstacle("passing", "no memory")})
         able = d.able(key, mine)
-        assert d.missing(key, able, d.record_of(key)) == []
+        assert d.untried.missing(key, able, d.record_of(key)) == []
         with (
             pytest.warns(TmmWarning, match="no memory") if key is edge else contextlib.nullcontext()
         ):

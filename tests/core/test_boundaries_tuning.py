@@ -22,7 +22,16 @@ from typing import Any
 
 import pytest
 import torch
-from fakes import DEVICE, FakeBlas, FakeConfig, FakeKernel, dispatcher, problem, settings
+from fakes import (
+    DEVICE,
+    FakeBlas,
+    FakeConfig,
+    FakeKernel,
+    dispatcher,
+    problem,
+    settings,
+    unmeasured,
+)
 from msgspec.structs import replace as revised
 from test_progress import Stream
 from test_tuner import result
@@ -56,7 +65,7 @@ from tmm_core.tuning.candidate_run import CandidateRun
 from tmm_core.tuning.cold_operands import copies, rotated, rotating
 from tmm_core.tuning.findings import Findings
 from tmm_core.tuning.search import estimate_us
-from tmm_core.tuning.untried import Noted, Obstacle, Untried, unmeasured
+from tmm_core.tuning.untried import Noted, Obstacle, Untried
 from tmm_core.verify.environment_faults import (
     BUDGET_ENDED,
     alike,

@@ -242,7 +242,7 @@ DISPATCHING = [
            "if kernel.name == result.kernel and (any_version or kernel.version == result.version):",
            "if kernel.name == result.kernel:", "times of an older version decide", (CHOICES, DISPATCHER)),
     Mutant("new-kernels-untimed", "dispatch/dispatcher.py",
-           "if complete and self.missing(", "if False and self.missing(",
+           "if complete and self.untried.missing(", "if False and self.untried.missing(",
            "a new kernel is never timed", (DISPATCHER,)),
     Mutant("machine-displaced", "spec/machine.py", "        size = (size + min(size, _DISPLACED)) / _DISPLACING_SHARE\n",
            "", "guesses expect memory to be faster than it is", ("tests/plugins/test_estimates.py",)),

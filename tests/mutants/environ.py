@@ -189,9 +189,9 @@ ENVIRON = [
     ),
     Mutant(
         "partial-untried",
-        "dispatch/lookup.py",
-        "        left = self.untried.left(key) if record is not None else ((), ())\n",
-        "        left = ((), ())\n",
+        "tuning/untried.py",
+        "called or key, self.left(key)\n",
+        "called or key, ((), ())\n",
         "configs that had no memory are never tried again",
         (ENVIRONMENT,),
     ),

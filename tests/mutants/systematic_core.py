@@ -648,9 +648,4 @@ SYSTEMATIC_CORE = [
            "config=None)",
            "every series of a sweep is of the default config",
            (f"{BENCH}::test_columns_of_every_combination",)),
-    Mutant("tree-left-waits", "dispatch/lookup.py",
-           "left = self.untried.left(key) if record is not None else ((), ())",
-           "left: Any = ((), ())",
-           "every call tries again what this machine cannot compile",
-           (f"{DISPATCH}::test_which_kernels_a_tuning_would_time",)),
 ]  # fmt: skip

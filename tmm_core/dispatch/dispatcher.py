@@ -300,7 +300,7 @@ class Dispatcher(Deferring):
         record = self.record_of(key)
         if record is None:
             return None
-        if complete and self.missing(key, query.able, record, called=query.problem):
+        if complete and self.untried.missing(key, query.able, record, called=query.problem):
             return None
         if key == query.key:
             self.warn_untried(query.problem, self.untried.get(key))

@@ -85,7 +85,7 @@ class _DryRun(Dispatcher):
         self, key: Problem, able: list[Kernel[Any]], settings: Settings, *_: Any, **__: Any
     ) -> NoReturn:
         before = self.record_of(key)
-        names = ", ".join(kernel.name for kernel in self.missing(key, able, before))
+        names = ", ".join(kernel.name for kernel in self.untried.missing(key, able, before))
         what = "no record" if before is None else "a record without them"
         when = ", by later calls" * (settings.on_cache_miss == "background")
         took = f"for up to {settings.tune_budget:g} s{when}"

@@ -38,7 +38,7 @@ from tmm_core.tuning.ranking import (
     ranked_around,
     times_around,
 )
-from tmm_core.tuning.untried import KernelVersion, Noted, Untried, unmeasured
+from tmm_core.tuning.untried import KernelVersion, Noted, Untried
 
 
 class Lookup:
@@ -186,23 +186,6 @@ class Lookup:
         if problem.device.interpreted:
             return "interpreted kernels' times mean nothing"
         return None
-
-    def missing(
-        self,
-        key: Problem,
-        able: list[Kernel[Any]],
-        record: TuningRecord | None,
-        resume: bool = False,
-        called: Problem | None = None,
-    ) -> list[Kernel[Any]]:
-        """Return the kernels that a tuning of ``key`` would time.
-
-        Args:
-            resume: Include kernels that a call does not try again.
-            called: The problem of the call, if it is not ``key``.
-        """
-        left = self.untried.left(key) if record is not None else ((), ())
-        return unmeasured(called or key, able, record, resume, left)
 
     def log_miss(self, key: Problem) -> None:
         self.store.log_miss(key.device.gpu, key.device.environment, key.to_json())

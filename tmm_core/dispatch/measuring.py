@@ -102,7 +102,7 @@ class Measuring(Lookup):
         """Return the record of ``key`` for batch-invariant mode, measured now if ``tune``. It has
         the batch-invariant kernels, and BLAS for comparison."""
         record = self.record_of(key)
-        complete = record is not None and not self.missing(key, able, record)
+        complete = record is not None and not self.untried.missing(key, able, record)
         if not tune or (complete and not force):
             self.warn_untried(key, self.untried.get(key))
             return record
@@ -157,7 +157,7 @@ class Measuring(Lookup):
         kept = None if force else self.record_of(key)
         hints = self.hints(key) if kept is None else NO_HINTS
         yield ()
-        new = self.missing(key, able, kept, resume)
+        new = self.untried.missing(key, able, kept, resume)
         record = yield from self.tuner.steps(
             key, able, settings, kept, new=new, hints=hints, findings=findings, spent=spent
         )

@@ -50,12 +50,8 @@ Job = dict[str, Any]
 
 
 class Host:
-    """Passes jobs to workers, and their results through a channel to the parent.
-
-    Args:
-        forks: See :attr:`tmm_core.tuning.compile_pool.Kind.forks`.
-        folder: The folder for temporary files and for the workers' output.
-    """
+    """Passes jobs to workers, and their results through a channel to the parent. Temporary files
+    and the workers' output are in the ``folder``."""
 
     def __init__(self, channel: Connection, workers: int, forks: bool, folder: str) -> None:
         self._channel, self._workers, self._folder = channel, workers, folder

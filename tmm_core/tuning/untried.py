@@ -118,6 +118,43 @@ class Untried:
         again = noted.again(now, here)
         return frozenset(noted.kernels) - again, again
 
+    def missing(
+        self,
+        key: Problem,
+        kernels: Sequence[Kernel[Any]],
+        record: TuningRecord | None,
+        resume: bool = False,
+        called: Problem | None = None,
+    ) -> list[Kernel[Any]]:
+        """Return the kernels that a tuning of ``key`` would time: those without a verdict on this
+        version in ``record``, or without one for a config that uses the caller's promises
+        (``Config.assumes``).
+
+        Args:
+            resume: Include kernels that the environment left untried, and kernels whose candidates
+                the end of the tuning budget left out.
+            called: The problem of the call, if it is not ``key``.
+        """
+        if record is None:
+            return list(kernels)
+        problem, (waiting, again) = called or key, self.left(key)
+        known: dict[KernelVersion, list[CandidateResult]] = {}
+        for result in verdicts(record.candidates):
+            if not (resume and result.reason == BUDGET_ENDED):
+                known.setdefault((result.kernel, result.version), []).append(result)
+
+        def is_missing(kernel: Kernel[Any]) -> bool:
+            name = kernel.name, kernel.version
+            if name in waiting or name in again:
+                return resume or name in again
+            return name not in known or (
+                problem.static_weights
+                and not any(_assumes(kernel, each) for each in known[name])
+                and _may_assume(kernel, problem)
+            )
+
+        return [kernel for kernel in kernels if is_missing(kernel)]
+
     def watch(self) -> None:
         """Watch the toolchain, because it made a kernel fail outside of tuning."""
         self._toolchain = self._toolchain or toolchain.fingerprint()
@@ -162,42 +199,6 @@ class Untried:
         """Return the notes about a device that list untried kernels."""
         found = map(Noted.from_json, self._notes(device).values())
         return [noted for noted in found if noted is not None and noted.kernels]
-
-
-def unmeasured(
-    problem: Problem,
-    kernels: Sequence[Kernel[Any]],
-    record: TuningRecord | None,
-    resume: bool = False,
-    left: tuple[Collection[KernelVersion], Collection[KernelVersion]] = ((), ()),
-) -> list[Kernel[Any]]:
-    """Return the kernels without a verdict on this version in ``record``, or without one for a
-    config that uses the caller's promises (``Config.assumes``).
-
-    Args:
-        resume: Include kernels that the environment left untried, and kernels whose candidates the
-            end of the tuning budget left out.
-        left: See :meth:`Untried.left`.
-    """
-    waiting, again = left
-    if record is None:
-        return list(kernels)
-    known: dict[KernelVersion, list[CandidateResult]] = {}
-    for result in verdicts(record.candidates):
-        if not (resume and result.reason == BUDGET_ENDED):
-            known.setdefault((result.kernel, result.version), []).append(result)
-
-    def missing(kernel: Kernel[Any]) -> bool:
-        name = kernel.name, kernel.version
-        if name in waiting or name in again:
-            return resume or name in again
-        return name not in known or (
-            problem.static_weights
-            and not any(_assumes(kernel, each) for each in known[name])
-            and _may_assume(kernel, problem)
-        )
-
-    return [kernel for kernel in kernels if missing(kernel)]
 
 
 def _assumes(kernel: Kernel[Any], result: CandidateResult) -> bool:
