@@ -207,9 +207,6 @@ def _computed(call: Arguments) -> Tensor:
 
 def _fallback(call: Arguments) -> Tensor:
     """The result of a call that no kernel can serve directly."""
-    if call.out is not None:
-        with compat.uncast(call.out):
-            return fallbacks.answer(_computed, call)
     return cast_first(lambda call: fallbacks.answer(_computed, call), call)  # type: ignore[no-any-return]
 
 
@@ -240,8 +237,6 @@ def _scaled(call: Arguments) -> Tensor:
         if read or is_integral(call):
             value = number("matmul", alpha.detach(), a)
             return _computed(call._replace(alpha=value))
-    if out is not None:  # alpha is complex, and autocast casts no complex operands
-        return fallbacks.copied_to(_scaled_by_torch(call), out, *call.given)
     return cast_first(_scaled_by_torch, call)  # type: ignore[no-any-return]
 
 
@@ -252,7 +247,9 @@ def _scaled_by_torch(call: Arguments) -> Tensor:
     alone = call._replace(alpha=1.0, bias=None, residual=None, epilogue="", out=None)
     product = _computed(alone)
     y = parsed.expression(call.alpha * product, call.bias, call.residual).to(product.dtype)
-    return (y, *parsed.auxiliary(y)) if parsed.outputs else y  # type: ignore[return-value]
+    result: Any = (y, *parsed.auxiliary(y)) if parsed.outputs else y
+    # When compiling, torch 2.10 reads no property of a NamedTuple.
+    return result if call.out is None else fallbacks.copied_to(result, call.out, *call.given)
 
 
 def linear(

@@ -110,7 +110,7 @@ def grouped_matmul(
     )  # fmt: skip
     if offs is None:  # a batch of products, or ragged rows if each group has a bias
         call = _checked(call)
-        return _batch(call) if out is not None else cast_first(_batch, call)
+        return cast_first(_batch, call)  # type: ignore[no-any-return]
     try:
         if (
             out is None
@@ -180,8 +180,7 @@ def _batch(call: GroupedArguments) -> Tensor:
         offs=torch.arange(1, count + 1, dtype=torch.int32, device=a.device) * m,
         **flat,
     )  # fmt: skip
-    with compat.uncast(out):
-        y: Tensor = grouped_operator.grouped_matmul(*ragged[:-1]).view(shape)
+    y: Tensor = grouped_operator.grouped_matmul(*ragged[:-1]).view(shape)
     return y if out is None else fallbacks.copied_to(y, out, *call.given)
 
 

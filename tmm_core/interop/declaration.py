@@ -135,12 +135,15 @@ def _autocast(
 
 def cast_first(function: Callable[[Any], Any], call: Any) -> Any:
     """Cast the call as the operators' autocast rule does, and pass it to ``function`` without
-    autocast. Needed for calls that are checked before torch calls that rule: under a transform,
-    and where torch's functions compute a part of the call."""
+    autocast. A call with ``out`` is not cast. Needed for calls that are checked before torch calls
+    that rule: under a transform, and where torch's functions compute a part of the call."""
+    if call.out is not None:
+        with compat.uncast(call.out):
+            return function(call)
     device = call.a.device.type
     if device not in AUTOCAST or not compat.autocasts_on(device):
         return function(call)
-    taken = type(call)(*_cast(device, type(call), call[:-1]), out=call.out)
+    taken = type(call)(*_cast(device, type(call), call[:-1]))
     with torch.autocast(device, enabled=False):  # torch.compile traces it
         if taken.b is call.b or torch.compiler.is_dynamo_compiling():
             return function(taken)
