@@ -38,8 +38,8 @@ def identity(result: CandidateResult) -> CandidateId:
 
 
 def finalists(results: Iterable[CandidateResult]) -> list[CandidateResult]:
-    """Return the valid results of the last round. Medians of earlier rounds are not comparable:
-    600 µs in the first rounds are 660 in the last, when the GPU's clock has settled."""
+    """Return the valid results of the last round. Medians of earlier rounds are not comparable: the
+    GPU's clock had not settled."""
     timed = [result for result in results if result.status == "ok" and result.samples_us]
     most = max((len(result.samples_us) for result in timed), default=0)
     return [result for result in timed if len(result.samples_us) == most]

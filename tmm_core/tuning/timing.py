@@ -3,10 +3,9 @@
 The deciding clock is *in use*: R calls over R copies of the operands that change from layer to
 layer. They are captured once, and replayed in bursts of a few milliseconds, interleaved among
 candidates. This clock includes a kernel's effect on the next one. It reads weights from memory, and
-activations from where a layer finds them. It includes no host time. After a flush that writes,
-single launches rank kernels by how they cope with 50 MB of dirty L2 lines. No model leaves such
-lines there. Such a clock chose a kernel of 852 µs where cuBLAS takes 670 (2048×28672×4096 on an
-H100).
+activations from where a layer finds them. It includes no host time. Single launches after a flush
+that writes would rank kernels by how they cope with dirty L2 lines, which no model leaves there.
+docs/notes/tuning.md has the measurements behind the limits.
 
 Large products are also timed in steady state (clock ``steady``: replays back to back). A kernel
 that loses to BLAS there does not win. At the limit of power, the GPU clock follows a kernel's own
@@ -34,12 +33,11 @@ from tmm_core.spec.steps import Steps, drained
 Run = Callable[[int], object]
 
 #: Samples of one kernel were disturbed if the ratio of their third to their first quartile is above
-#: this. On a busy host the quartiles were 31.7 and 50.6 µs, otherwise 31 and 32.
+#: this.
 DISTURBED = 1.4
 
-#: Length of one candidate's burst, µs. Six kernels were timed on three large problems (H100). Their
-#: ratios in bursts of 3 ms are within 2 % of those in bursts of a second, in which the GPU clock
-#: falls by a third.
+#: Length of one candidate's burst, µs. Ratios of kernels in bursts of 3 ms are within 2 % of those
+#: in bursts of a second.
 BURST_US = 3000.0
 
 #: Bytes read to evict a call's operands from the L2, for the clock "alone": more than twice the
@@ -49,8 +47,7 @@ FLUSH_BYTES = 256 * 2**20
 #: Products that take at least this many µs are also timed by the clock "steady".
 LONG_US = 150.0
 
-#: Captures of a large product, each with outputs elsewhere: its times in two graphs differ by up to
-#: 4 % (7135×3712×10112 on an H100).
+#: Captures of a large product, each with outputs elsewhere, since its times in two graphs differ.
 CAPTURES = 3
 
 #: Maximum µs of one step of a measurement, unless a single chain takes longer.
@@ -289,11 +286,7 @@ def _interleaved(count: int, rounds: int) -> Iterator[int]:
 
 
 def normalised(series: Sequence[Sequence[float]]) -> list[list[float]]:
-    """Normalise interleaved samples per round.
-
-    The GPU's clock may change between rounds. On an H100 whose clock alternated, cuBLAS had a
-    median of 164 µs in one series and of 180 in another. Both had the quartiles 163 and 191.
-    """
+    """Normalise interleaved samples per round: the GPU's clock may change between rounds."""
     middles = [statistics.median(samples) for samples in series]
     pace = [
         statistics.median(us / middle for us, middle in zip(each, middles, strict=True))
