@@ -637,6 +637,34 @@ def test_a_graph_has_an_epilogue_without_state_in_the_operator() -> None:
         assert not Epilogue("f", Cap(), **{other: lambda z, *_: z * 2}).traces
 
 
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a:UserWarning")
+def test_an_epilogue_is_made_in_a_graph() -> None:
+    """Of what it computes there, in a call of its own; and elsewhere it is like any other."""
+    torch._dynamo.reset()
+    factor = torch.tensor(2.0)
+
+    def scaled(by: Any) -> Epilogue:
+        return Epilogue("scaled", lambda z: z * by)
+
+    call = torch.compile(
+        lambda: (
+            tmm_core.linear(A, B.t(), epilogue=scaled(factor)),
+            tmm_core.matmul(A, B, epilogue=Epilogue("f", torch.tanh), residual=A @ B),
+        ),
+        backend="eager",
+        fullgraph=True,
+    )
+    for by in (2.0, 3.0):
+        factor.fill_(by)
+        torch.testing.assert_close(call(), (A @ B * by, (A @ B).tanh() + A @ B))
+    make = torch.compile(scaled, backend="eager")
+    chained = torch.compile(lambda e: tmm_core.matmul(A, B, epilogue=[e, "relu"]), backend="eager")
+    for by in (2.0, -3.0):
+        epilogue = make(by)
+        torch.testing.assert_close(chained(epilogue), (A @ B * by).relu())
+        torch.testing.assert_close(tmm_core.matmul(A, B, epilogue=epilogue), A @ B * by)
+
+
 def test_which_variables_a_reader_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     """A variable of a cell or a module, as it is now; not one of a namespace that is no module,
     whatever name it has."""

@@ -35,6 +35,8 @@ def traced_text_of(epilogue: EpilogueLike) -> str:
         # A name may stand for another function in a process that finds the graph in torch's cache.
         return _parsed_text(epilogue) if epilogue else ""
     if isinstance(epilogue, Epilogue):
+        if not epilogue.traced:
+            return _text_outside_graphs(epilogue)
         _guard(epilogue.traced)
         for read in epilogue.readers:
             value = read()
@@ -46,6 +48,10 @@ def traced_text_of(epilogue: EpilogueLike) -> str:
     for name in _arguments_of(epilogue):
         _guard(getattr(epilogue, name))
     return _parsed_text(epilogue)
+
+
+def _text_outside_graphs(epilogue: Epilogue) -> str:
+    return epilogue.interned()
 
 
 def is_traced(epilogue: EpilogueLike) -> bool:
@@ -91,6 +97,8 @@ def prepare_for(kind: type[torch.Tensor]) -> None:
         importlib.import_module("tmm_core.interop.sharding")
 
 
+# The effect of torch.compiler.disable, as in Epilogue.interned.
+_text_outside_graphs._torchdynamo_disable = True  # type: ignore[attr-defined]
 # See Epilogue.interned.
 _chained._dynamo_marked_constant = True  # type: ignore[attr-defined]
 _arguments_of._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -117,7 +117,8 @@ class Epilogue:
         @property
         def traced(self) -> str:
             """A text that differs between epilogues of this process that compute different results.
-            It covers the variables that functions read when the epilogue was made."""
+            It covers the variables that functions read when the epilogue was made. Empty if it was
+            made in a graph."""
 
         @property
         def traces(self) -> bool:
@@ -132,7 +133,12 @@ class Epilogue:
         self.check_types()
         if not self.stages and not self.name.isidentifier():
             raise ValueError(f"epilogue name must be an identifier, got {self.name!r}")
-        given = _defaults(self) if self.parameters is None else self.parameters
+        more = (self.stages, self.outputs, self.device, self.derivative, self.output_vjp)
+        # Torch cannot trace what identifies a function. The graph has the reference's operators.
+        in_graph = torch.compiler.is_dynamo_compiling() and not any(more)
+        given = self.parameters
+        if given is None:
+            given = () if in_graph else _defaults(self)
         object.__setattr__(self, "parameters", tuple(float(p) for p in given))
         if not all(map(math.isfinite, self.parameters)):
             raise ValueError(f"epilogue {self.name!r}: parameters must be finite numbers")
@@ -148,8 +154,10 @@ class Epilogue:
             object.__setattr__(self, "builtin", False)
         if len({port.name for port in self.outputs}) < len(self.outputs):
             raise ValueError(f"epilogue {self.name!r} has two outputs of one name")
+        if in_graph:
+            self.__dict__.update(traced="", traces=True, readers=())
+            return
         object.__setattr__(self, "traced", repr(self._identity()))
-        more = (self.stages, self.outputs, self.device, self.derivative, self.output_vjp)
         object.__setattr__(self, "traces", not any(more) and reads_objects(self.reference))
         object.__setattr__(self, "readers", tuple(reader_of(cell) for cell, _ in self._cells()))
 
