@@ -421,10 +421,10 @@ def test_gradients_of_wide_outputs_and_biases() -> None:
 
 
 @pytest.mark.parametrize("epilogue", [None, "silu", "swiglu"])
-@pytest.mark.parametrize("columns", [True, False])
+@pytest.mark.parametrize("layout", ["columns", "columns of all", "rows"])
 @pytest.mark.parametrize("lead", [(), (1,), (1, 1), (2,), (1, 2)])
 def test_a_gradient_has_the_memory_layout_that_torch_gives_it(
-    lead: tuple[int, ...], columns: bool, epilogue: str | None
+    lead: tuple[int, ...], layout: str, epilogue: str | None
 ) -> None:
     """Torch's batch normalisation on a CPU computes wrong gradients from rows of one image, where
     torch's own products would give it columns."""
@@ -432,7 +432,9 @@ def test_a_gradient_has_the_memory_layout_that_torch_gives_it(
     strides = []
     for linear in (torch.nn.functional.linear, tmm_core.linear):
         x = torch.randn(*lead, 8, 5, dtype=torch.float64).mT
-        x = (x if columns else x.contiguous()).requires_grad_()
+        if layout != "columns":
+            x = x.contiguous() if layout == "rows" else x.movedim(-1, 0).contiguous().movedim(0, -1)
+        x.requires_grad_()
         passed = x.view_as(x)
         passed.register_hook(lambda grad: strides.append(grad.stride()))
         if linear is tmm_core.linear:
@@ -444,14 +446,29 @@ def test_a_gradient_has_the_memory_layout_that_torch_gives_it(
     assert strides[0] == strides[1]
 
 
-def test_a_normalised_image_before_a_layer_has_its_gradients() -> None:
+def by_tokens(image: Tensor, weight: Tensor, multiply: Any) -> Tensor:
+    return multiply(image.flatten(2).mT, weight.t())
+
+
+def by_positions(image: Tensor, weight: Tensor, multiply: Any) -> Tensor:
+    return multiply(image.permute(2, 0, 3, 1), weight.t())
+
+
+def by_a_weight_of_four_dimensions(image: Tensor, weight: Tensor, multiply: Any) -> Tensor:
+    return multiply(image.permute(0, 2, 3, 1), weight.t()[None, None])
+
+
+@pytest.mark.parametrize("width", [1, 3])
+@pytest.mark.parametrize("way", [by_tokens, by_positions, by_a_weight_of_four_dimensions])
+def test_a_normalised_image_before_a_product_has_its_gradients(way: Any, width: int) -> None:
+    """From strides that fit several layouts torch's normalisation computes wrong gradients."""
     norm = torch.nn.BatchNorm2d(8, dtype=torch.float64).eval()
-    image = torch.randn(1, 8, 3, 3, dtype=torch.float64)
-    weight, grad = torch.randn(8, 8).double().requires_grad_(), torch.randn(1, 9, 8).double()
+    image = torch.randn(1, 8, 3, width, dtype=torch.float64)
+    weight = torch.randn(8, 8).double().requires_grad_()
     found = []
-    for linear in (torch.nn.functional.linear, tmm_core.linear):
-        y = linear(norm(image).flatten(2).mT, weight)
-        found.append(torch.autograd.grad(y, tuple(norm.parameters()), grad))
+    for multiply in (torch.matmul, tmm_core.matmul):
+        y = way(norm(image), weight, multiply)
+        found.append(torch.autograd.grad(y, tuple(norm.parameters()), torch.sin(y.detach())))
     torch.testing.assert_close(*found)
 
 

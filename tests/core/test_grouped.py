@@ -640,7 +640,8 @@ def test_autocast() -> None:
     half = weights.half().requires_grad_()
     with torch.autocast("cpu", BF16):
         y = tmm_core.grouped_matmul(A.half(), B.half(), offs=OFFS, out_weights=half)
-    assert y.dtype is BF16 and torch.autograd.grad(y[:10].sum(), half)[0].dtype is torch.float16
+    assert y.dtype is BF16
+    assert torch.autograd.grad(y[:10].sum(), half)[0].dtype is torch.float16
     expected = expression(a, b, OFFS, out_weights=half.float())
     torch.testing.assert_close(y[:10].float(), expected[:10], rtol=2e-2, atol=2e-2)
 

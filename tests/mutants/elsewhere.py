@@ -62,7 +62,7 @@ SPEC = [
            "        if False:\n            text +=", "softcap(30) is softcap(50)", (RECORDS,)),
     Mutant("epilogue-other-source", "epilogues/__init__.py", 'if match["digest"] and found.key', "if False and found.key",
            "a record of an edited epilogue is taken for today's", (EPILOGUES,)),
-    Mutant("epilogue-no-defaults", "epilogue.py", "given = _defaults(self) if", "given = _defaults(self) if self.positive else () if",
+    Mutant("epilogue-no-defaults", "epilogue.py", "() if in_graph else", "() if in_graph or not self.positive else",
            "parameters with defaults are none", (EPILOGUES,)),
     Mutant("one-at-a-time", "triton/launch.py", "self._loading.setdefault(types, ", "self._loading.setdefault((), ",
            "kernels wait for each other's C launchers", ("tests/plugins/test_compiled_elsewhere.py",)),

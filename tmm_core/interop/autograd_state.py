@@ -173,7 +173,20 @@ def no_view(y: Tensor) -> Tensor:
 
 def is_column_major(t: Tensor) -> bool:
     strides = t.stride()
-    return len(strides) > 1 and strides[-2] == 1 < strides[-1]
+    # The stride of one row is any number.
+    return len(strides) > 1 and strides[-2] == 1 < strides[-1] and t.shape[-2] > 1
+
+
+def are_columns(t: Tensor) -> bool:
+    """Whether the rows of all matrices of ``t`` are one column-major matrix. Torch multiplies that
+    matrix, and returns a gradient in its layout."""
+    *strides, last = t.stride()
+    rows = 1
+    for size, stride in zip(reversed(t.shape[:-1]), reversed(strides), strict=True):
+        if last == 1 or (size != 1 and stride != rows):
+            return False
+        rows *= size
+    return last == rows
 
 
 def head_text(head: Epilogue) -> str:

@@ -54,10 +54,9 @@ class Call:
         self.residual = autograd_state.form_of(residual)
         #: Whether all rows of a are multiplied by one matrix.
         self.many = len(self.b) <= 2 < len(self.a)
+        columns = autograd_state.are_columns if self.many else autograd_state.is_column_major
         #: Whether a, as one matrix, is column-major.
-        self.a_columns = autograd_state.is_column_major(a) and (
-            not self.many or math.prod(self.a[:-2]) == 1
-        )
+        self.a_columns = columns(a)
         #: Whether b is column-major, in the orientation ``[K, N]``.
         self.b_columns = autograd_state.is_column_major(b) is not transposed
         self.transposed, self.eager = transposed, eager
@@ -191,7 +190,8 @@ def _gradients(
         assert b is not None
         b = b.conj() if len(call.b) > 1 else b.conj()[:, None]
         b = b if call.transposed else b.mT
-        da = autograd_state.multiply_in_layout(call.a_columns, multiply, dz, b, None, None, alpha)
+        columns = call.a_columns and not sharded
+        da = autograd_state.multiply_in_layout(columns, multiply, dz, b, None, None, alpha)
         if call.many and not sharded:
             da = da.view(call.a)
         elif da.shape != call.a:
