@@ -155,7 +155,8 @@ class Epilogue:
         if len({port.name for port in self.outputs}) < len(self.outputs):
             raise ValueError(f"epilogue {self.name!r} has two outputs of one name")
         if in_graph:
-            self.__dict__.update(traced="", traces=True, readers=())
+            for name, value in (("traced", ""), ("traces", True), ("readers", ())):
+                object.__setattr__(self, name, value)
             return
         object.__setattr__(self, "traced", repr(self._identity()))
         object.__setattr__(self, "traces", not any(more) and reads_objects(self.reference))
