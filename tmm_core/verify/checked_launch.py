@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -78,8 +79,14 @@ def _frames_alone_keep(returned: Iterable[StorageWeakRef]) -> bool:
     found, seen = bool(kept), set[int]()
     while kept:
         seen |= {id(kept), *map(id, kept)}
-        holders = [holder for holder in gc.get_referrers(*kept) if id(holder) not in seen]
-        kept = [holder for holder in holders if type(holder) is not FrameType]
+        # From Python 3.14 on the tuple of these arguments is among them. Nothing else holds it.
+        holders = [*gc.get_referrers(*kept), object()]
+        counts = [sys.getrefcount(holder) for holder in holders]
+        kept = [
+            holder
+            for holder, count in zip(holders, counts, strict=True)
+            if count > counts[-1] and id(holder) not in seen and type(holder) is not FrameType
+        ]
         seen.add(id(holders))
         if not all(type(holder) in _IN_FRAMES for holder in kept):
             return False
