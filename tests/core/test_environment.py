@@ -549,6 +549,12 @@ def test_toolchains_are_distinguished(monkeypatch: pytest.MonkeyPatch, tmp_path:
     monkeypatch.setenv("CC", "no-such-compiler")
     differs()
     assert toolchain.c_compiler() is None
+    monkeypatch.setenv("CC", "")  # Triton runs it
+    assert "CC, which is empty, not found" in str(toolchain.lacking())
+    monkeypatch.setenv("TRITON_HOME", "")
+    assert toolchain.folders()["triton cache"] == Path(".triton", "cache")
+    monkeypatch.setenv("PTXAS_OPTIONS", "--no-such-option")
+    differs()
     monkeypatch.setenv("LD_LIBRARY_PATH", "/opt/cuda")
     differs()
     monkeypatch.setattr(toolchain, "python_header", lambda: tmp_path / "Python.h")

@@ -156,6 +156,14 @@ ENVIRON = [
         (ENVIRONMENT,),
     ),
     Mutant(
+        "toolchain-empty-compiler",
+        "spec/toolchain.py",
+        "if given is None else shutil.which(given)",
+        "if not given else shutil.which(given)",
+        "an empty CC, which Triton runs, is said to be gcc",
+        (f"{ENVIRONMENT}::test_toolchains_are_distinguished",),
+    ),
+    Mutant(
         "toolchain-full-boundary",
         "spec/toolchain.py",
         "free >= LEAST_FREE_BYTES",

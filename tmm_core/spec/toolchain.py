@@ -41,7 +41,10 @@ _OUTPUTS = ("TRITON_CACHE_DIR", "TRITON_DUMP_DIR", "TRITON_OVERRIDE_DIR", "TRITO
 #: Variables that name the folder for temporary files, of Python and of compilers.
 _TEMPORARY = ("TMPDIR", "TMP", "TEMP")
 #: Other variables by which Triton finds programs and libraries.
-_VARIABLES = ("CC", "CUDA_HOME", "CUDA_PATH", "LD_LIBRARY_PATH", "LIBRARY_PATH", "CPATH")
+_VARIABLES = (
+    *("CC", "CUDA_HOME", "CUDA_PATH", "LD_LIBRARY_PATH", "LIBRARY_PATH", "CPATH"),
+    *("C_INCLUDE_PATH", "PTXAS_OPTIONS", "DISABLE_PTXAS_OPT"),
+)
 _C_HEADER = Path("/usr/include/stdlib.h")
 _DRIVER = Path("/proc/driver/nvidia/version")
 
@@ -69,7 +72,8 @@ def toolchain() -> dict[str, JSON]:
 def lacking() -> str | None:
     """Return what this machine lacks to build Triton's launcher; None if it lacks nothing."""
     if c_compiler() is None:
-        return f"Triton needs a C compiler ({os.environ.get('CC') or 'gcc or clang'} not found)"
+        named = os.environ.get("CC", "gcc or clang") or "CC, which is empty,"
+        return f"Triton needs a C compiler ({named} not found)"
     header = python_header()
     return None if os.path.exists(header) else f"Triton needs Python.h (no {header})"
 
@@ -87,7 +91,8 @@ def ptxas() -> Path | None:
 def c_compiler() -> Path | None:
     """Return the C compiler that builds Triton's launcher; None if there is none."""
     given = os.environ.get("CC")
-    found = shutil.which(given) if given else shutil.which("gcc") or shutil.which("clang")
+    # Triton runs an empty CC, too.
+    found = shutil.which("gcc") or shutil.which("clang") if given is None else shutil.which(given)
     return None if found is None else Path(found)
 
 
@@ -112,9 +117,9 @@ def folders() -> dict[str, Path | None]:
     # Python falls back to another folder where a compiler insists on this one.
     found |= {name: Path(given) for name in _TEMPORARY if (given := os.environ.get(name))}
     given = os.environ.get("TRITON_CACHE_DIR")
-    with suppress(RuntimeError):  # no home
-        home = Path(os.environ.get("TRITON_HOME") or Path.home())
-        found["triton cache"] = Path(given) if given else home / ".triton" / "cache"
+    # As Triton: an empty TRITON_HOME, or a home that is unknown, is the working directory.
+    home = os.environ.get("TRITON_HOME", os.path.expanduser("~/"))
+    found["triton cache"] = Path(given) if given else Path(home, ".triton", "cache")
     if given == "":  # Triton does not fall back to its default then
         found["triton cache"] = None
     return found
