@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import builtins
 import decimal
+import functools
 import gc
 import io
 import itertools
@@ -299,6 +300,10 @@ CHANGES: list[tuple[str, Any]] = [
         "whether torch uses oneDNN",
         _torch_switch("_get_mkldnn_enabled", "_set_mkldnn_enabled"),
     ),
+    (
+        "oneDNN's deterministic mode",
+        _torch_switch("_get_mkldnn_deterministic", "_set_mkldnn_deterministic"),
+    ),
     *(
         (
             "the backends of attention",
@@ -325,6 +330,15 @@ CHANGES: list[tuple[str, Any]] = [
     (
         "the hooks of every module",
         lambda: torch.nn.modules.module.register_module_forward_hook(lambda *_: None),
+    ),
+    *(
+        ("the hooks of every module", functools.partial(register, lambda *_: None))
+        for register in (
+            torch.nn.modules.module.register_module_full_backward_pre_hook,
+            torch.nn.modules.module.register_module_parameter_registration_hook,
+            torch.nn.modules.module.register_module_buffer_registration_hook,
+            torch.nn.modules.module.register_module_module_registration_hook,
+        )
     ),
     ("the order of einsum", _toggle(torch.backends.opt_einsum, "enabled")),
     (
@@ -371,12 +385,12 @@ CHANGES: list[tuple[str, Any]] = [
             torch._C._check_sparse_tensor_invariants, torch._C._set_check_sparse_tensor_invariants
         ),
     ),
-    (
-        "how modules convert parameters",
-        _flip(
-            torch.__future__.get_swap_module_params_on_conversion,
-            torch.__future__.set_swap_module_params_on_conversion,
-        ),
+    *(
+        (
+            "how modules convert parameters",
+            _flip(getattr(torch.__future__, f"get_{way}"), getattr(torch.__future__, f"set_{way}")),
+        )
+        for way in ("swap_module_params_on_conversion", "overwrite_module_params_on_conversion")
     ),
     ("environment variables", lambda: os.environ.__setitem__("OF_A_KERNEL", "1")),
     ("environment variables", lambda: os.environ.pop("OF_THE_PROGRAM", None)),

@@ -254,10 +254,13 @@ def _modules(name: str, *functions: str) -> Piece:
 
 
 def _hooks_of_modules(name: str) -> Piece:
-    """Functions that torch calls around the forward or backward of every module."""
+    """Functions that torch calls for every module, around its forward for example."""
     hooks: Any = private(f"torch.nn.modules.module._global_{name}_hooks", {})
     return _entries(lambda: hooks)
 
+
+_MODULE_HOOKS = ("forward", "forward_pre", "backward", "backward_pre", "module_registration",
+                 "parameter_registration", "buffer_registration")  # fmt: skip
 
 #: The alarms that the system counts down for the process; Windows has none.
 _ALARMS = [getattr(signal, n) for n in ("ITIMER_REAL", "ITIMER_VIRTUAL") if hasattr(signal, n)]
@@ -314,9 +317,7 @@ PIECES: dict[str, Piece] = {
         lambda values: torch.set_anomaly_enabled(*values),
     ),
     "the forward mode of derivatives": _switch("fwd_grad_enabled", "_is", "thread"),
-    "the hooks of every module": _together(
-        [_hooks_of_modules(name) for name in ("forward", "forward_pre", "backward")]
-    ),
+    "the hooks of every module": _together([_hooks_of_modules(name) for name in _MODULE_HOOKS]),
     "torch's deterministic mode": Piece(
         lambda: (
             torch.are_deterministic_algorithms_enabled(),
@@ -341,6 +342,7 @@ PIECES: dict[str, Piece] = {
     "cuDNN's deterministic mode": _switch("cudnn_deterministic"),
     "whether torch uses cuDNN": _switch("cudnn_enabled"),
     "whether torch uses oneDNN": _switch("mkldnn_enabled"),
+    "oneDNN's deterministic mode": _switch("mkldnn_deterministic"),
     "whether torch uses NNPACK": _switch("nnpack_enabled"),
     "the order of einsum": _attribute(torch.backends.opt_einsum, "enabled"),
     "the fast path of encoders": _modules(
@@ -394,9 +396,11 @@ PIECES: dict[str, Piece] = {
     "how often torch warns": Piece(torch.is_warn_always_enabled, torch.set_warn_always),
     "whether sparse tensors are checked": _switch("check_sparse_tensor_invariants", "", "any"),
     "the engine of quantized tensors": _attribute(torch.backends.quantized, "engine"),
-    "how modules convert parameters": Piece(
-        torch.__future__.get_swap_module_params_on_conversion,
-        torch.__future__.set_swap_module_params_on_conversion,
+    "how modules convert parameters": _together(
+        [
+            Piece(getattr(torch.__future__, f"get_{way}"), getattr(torch.__future__, f"set_{way}"))
+            for way in (f"{each}_module_params_on_conversion" for each in ("swap", "overwrite"))
+        ]
     ),
     "NumPy's handling of errors": Piece(
         lambda: _numpy() and _numpy().geterr(),
