@@ -28,6 +28,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch._inductor.config  # sets a variable; torch imports it with its deterministic mode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
