@@ -73,7 +73,7 @@ class FirstUse:
 
     def may_launch(self, problem: Problem, choice: Choice, verifies_forced: bool = True) -> bool:
         """Whether ``choice`` may be launched for ``problem`` without verification. A forced kernel
-        needs one only if ``verifies_forced``."""
+        needs verification only if ``verifies_forced``."""
         candidate = choice.candidate
         if candidate.kernel.name == BASELINE or choice.origin == "fallback":
             return True

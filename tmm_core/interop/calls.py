@@ -97,7 +97,7 @@ def prepare_for(kind: type[torch.Tensor]) -> None:
         importlib.import_module("tmm_core.interop.sharding")
 
 
-# The effect of torch.compiler.disable, as in Epilogue.interned.
+# The effect of torch.compiler.disable, which would import the whole compiler.
 _text_outside_graphs._torchdynamo_disable = True  # type: ignore[attr-defined]
 # See Epilogue.interned.
 _chained._dynamo_marked_constant = True  # type: ignore[attr-defined]

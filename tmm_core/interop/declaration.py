@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from tmm_core import compat
-from tmm_core.formats import pair
+from tmm_core.formats import PLAIN_DTYPES, pair
 from tmm_core.interop import autograd_state, flops
 from tmm_core.interop.libraries import TAGS, define
 from tmm_core.launch.check import announce_write, check_out, ranges_meet, result_dtype, strided
@@ -159,14 +159,12 @@ def _cast(
     call = arguments(*given)
     forms = pair(call.a.dtype, call.b.dtype, call.formats)
     kept = {name for name, form in (("a", forms.a), ("b", forms.b)) if form is not None}
-    others = {torch.float16, torch.bfloat16} - {dtype}
 
     def to(role: Role, value: Any) -> Any:
         eligible = role.cast and value is not None and len(kept) < 2 and role.name not in kept
         eligible = eligible and value.is_floating_point() and value.dtype != torch.float64
-        # A router's weights keep their precision: fp32 has the numbers of each 16-bit float.
-        if role.name == "out_weights" and value is not None and value.dtype in others:
-            return value.float()
+        if role.widened and value is not None and value.dtype in PLAIN_DTYPES:
+            return value if value.dtype is dtype else value.float()
         return value.to(dtype) if eligible else value
 
     return [to(role, value) for role, value in zip(ROLES_OF[arguments], given, strict=False)]

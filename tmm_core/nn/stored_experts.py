@@ -1,7 +1,8 @@
 """Weights of Transformers' expert layers, plain or quantised, as operands of grouped products.
 
 Transformers' quantised layers hold 8-bit floats in blocks (``FP8Experts``), or 4-bit floats in
-groups of 32 (``FP8Experts`` of DeepSeek-V4, and the layers of gpt-oss).
+groups of 32 (``FP8Experts`` of DeepSeek-V4, and the layers of gpt-oss). Activations are quantised
+only with ``convert(activations="fp8")``.
 """
 
 from __future__ import annotations

@@ -97,6 +97,7 @@ class Role(NamedTuple):
         dims: The dimensions of a tensor, without a batch or groups: ``m``, ``n``, ``k``, ``1``, and
             ``N`` for the columns of b (twice ``n`` if gated).
         cast: Whether autocast casts it.
+        widened: Whether autocast makes it fp32 if it has the other 16-bit dtype.
         extra: Whether launches take it by keyword, if a call has it.
         of: The operand to which a scale or zero point belongs.
         part: Its kind: ``"scale"``, ``"zero"``.
@@ -107,6 +108,7 @@ class Role(NamedTuple):
     key: str
     dims: str = ""
     cast: bool = False
+    widened: bool = False
     extra: bool = False
     of: str = ""
     part: str = ""
@@ -146,8 +148,8 @@ ROLE = {
         Role("offs", "Tensor", PACKED, extra=True),
         Role("a_index", "Tensor?", PACKED, extra=True),
         Role("out_index", "Tensor?", PACKED, extra=True),
-        # Not cast by autocast either, to keep the precision of a router's softmax.
-        Role("out_weights", "Tensor?", PACKED, extra=True),
+        # Not cast, to keep the precision of a router's softmax: fp32 has all 16-bit floats.
+        Role("out_weights", "Tensor?", PACKED, widened=True, extra=True),
         Role("zeroed", "bool", "{0}"),
     )
 }

@@ -91,7 +91,7 @@ class Operand:
     @classmethod
     def of(cls, t: torch.Tensor, **stored: Any) -> Operand:
         """Classify the last two dimensions of a 2-D or 3-D tensor. The fields ``format``, ``scale``
-        and ``zero`` are those ``stored``."""
+        and ``zero`` come from ``stored``."""
         rows, cols = t.shape[-2:]
         s_row, s_col = t.stride()[-2:]
         layout: Layout

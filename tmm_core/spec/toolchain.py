@@ -40,11 +40,11 @@ _FILES = (
 _OUTPUTS = ("TRITON_CACHE_DIR", "TRITON_DUMP_DIR", "TRITON_OVERRIDE_DIR", "TRITON_HOME")
 #: Variables that name the folder for temporary files, of Python and of compilers.
 _TEMPORARY = ("TMPDIR", "TMP", "TEMP")
-#: Other variables by which Triton finds programs and libraries.
+#: Other variables by which Triton finds programs and libraries, and options of ptxas.
 _VARIABLES = (
-    *("CC", "CUDA_HOME", "CUDA_PATH", "LD_LIBRARY_PATH", "LIBRARY_PATH", "CPATH"),
-    *("C_INCLUDE_PATH", "PTXAS_OPTIONS", "DISABLE_PTXAS_OPT"),
-)
+    "CC", "CUDA_HOME", "CUDA_PATH", "LD_LIBRARY_PATH", "LIBRARY_PATH", "CPATH", "C_INCLUDE_PATH",
+    "PTXAS_OPTIONS", "DISABLE_PTXAS_OPT",
+)  # fmt: skip
 _C_HEADER = Path("/usr/include/stdlib.h")
 _DRIVER = Path("/proc/driver/nvidia/version")
 

@@ -150,7 +150,7 @@ class Background:
         rested = None if task.pending is None else True
         stream: Any = torch.cuda.stream(task.stream) if on_gpu else contextlib.nullcontext()
         # Slices write to tensors that earlier slices allocated, so modes must be the same.
-        # A full garbage collection takes 17 ms, as long as the longest step.
+        # A full garbage collection takes up to 23 ms, as long as the longest steps.
         with stream, torch.inference_mode(False), torch.no_grad(), collector_off():
             while True:
                 try:

@@ -51,7 +51,8 @@ Job = dict[str, Any]
 
 class Host:
     """Passes jobs to workers, and their results through a channel to the parent. Temporary files
-    and the workers' output are in the ``folder``."""
+    and the workers' output are in the ``folder``. Workers that are not forked (``forks``) import
+    everything themselves, and may use CUDA."""
 
     def __init__(self, channel: Connection, workers: int, forks: bool, folder: str) -> None:
         self._channel, self._workers, self._folder = channel, workers, folder

@@ -30,8 +30,8 @@ SLACK = 2.0
 
 
 class Outputs:
-    """Calls a launcher with outputs for the test data, and reports their faults. The arguments are
-    those of :meth:`tmm_core.verify.verifier.Verifier.steps`."""
+    """Calls a launcher with outputs for the test data, and reports their faults.
+    :meth:`tmm_core.verify.verifier.Verifier.steps` explains the arguments."""
 
     def __init__(
         self, data: DataSets, launcher: Launcher, deterministic: bool, slack: float

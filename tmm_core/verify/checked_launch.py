@@ -100,8 +100,8 @@ def _address(tensor: Tensor) -> int | None:
 
 
 class CheckedLauncher:
-    """A launcher whose every launch is checked. The arguments are those of
-    :meth:`tmm_core.verify.verifier.Verifier.steps`."""
+    """A launcher whose every launch is checked. :meth:`tmm_core.verify.verifier.Verifier.steps`
+    explains the arguments."""
 
     #: Names this form of the launcher in messages.
     called = ""
