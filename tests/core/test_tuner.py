@@ -1068,8 +1068,16 @@ def test_a_launch_that_fails_in_steady_state_costs_only_itself() -> None:
     assert [c.kernel for c in record.candidates if c.steady_us is not None] == ["blas", "p"]
 
 
-def test_a_tuning_holds_nothing_between_its_steps() -> None:
+def test_a_tuning_holds_nothing_between_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """A later call may resume or close it, in another thread."""
+    start = candidate_launchers.start_thread
+
+    def bind_at_once(thread: threading.Thread) -> None:
+        start(thread)
+        thread.join()
+
+    # On a busy machine a thread may bind while the tuning rests.
+    monkeypatch.setattr(candidate_launchers, "start_thread", bind_at_once)
     series: list[int] = []
 
     class Counting(FakeTimer):
