@@ -259,6 +259,14 @@ def _torch_switch(read: str, write: str) -> Any:
     return _flip(getattr(torch._C, read), getattr(torch._C, write))
 
 
+_LEFT: list[Any] = []
+
+
+def _leave_inference_mode() -> None:
+    _LEFT.append(torch.inference_mode())
+    _LEFT[-1].__enter__()
+
+
 def _other_engine() -> None:
     quantized = torch.backends.quantized
     quantized.engine = next(e for e in quantized.supported_engines if e != quantized.engine)
@@ -275,11 +283,27 @@ CHANGES: list[tuple[str, Any]] = [
     ("the number of torch's threads", lambda: torch.set_num_threads(torch.get_num_threads() + 1)),
     ("autocast", lambda: torch.set_autocast_enabled("cuda", True)),
     ("the flushing of denormal numbers", lambda: torch.set_flush_denormal(True)),
-    (
-        "the fp32 precision of products",
-        _set(torch.backends.cuda.matmul, "fp32_precision", "tf32"),
+    *(
+        ("the fp32 precision", _set(of, "fp32_precision", "ieee"))
+        for of in (
+            torch.backends,
+            torch.backends.cudnn,
+            torch.backends.cudnn.conv,
+            cuda.matmul,
+            torch.backends.mkldnn,
+            torch.backends.mkldnn.matmul,
+        )
     ),
-    ("the fp32 precision of oneDNN", _set(torch.backends.mkldnn.matmul, "fp32_precision", "tf32")),
+    (
+        "how autograd computes views again",
+        _torch_switch("_is_view_replay_enabled", "_set_view_replay_enabled"),
+    ),
+    ("the inference mode", _leave_inference_mode),
+    ("the keys of torch's dispatcher", lambda: torch._C._functorch._grad_increment_nesting()),
+    (
+        "whether torch calls __torch_function__",
+        lambda: torch._C.DisableTorchFunctionSubclass().__enter__(),
+    ),
     (
         "the reduced precision of fp16 sums",
         _toggle(cuda.matmul, "allow_fp16_reduced_precision_reduction"),
@@ -310,7 +334,11 @@ CHANGES: list[tuple[str, Any]] = [
             "the backends of attention",
             _flip(getattr(cuda, f"{kind}_sdp_enabled"), getattr(cuda, f"enable_{kind}_sdp")),
         )
-        for kind in ("flash", "mem_efficient", "math")
+        for kind in ("flash", "mem_efficient", "math", "cudnn")
+    ),
+    (
+        "the backends of attention",
+        _flip(cuda.fp16_bf16_reduction_math_sdp_allowed, cuda.allow_fp16_bf16_reduction_math_sdp),
     ),
     (
         "the autocast cache",
@@ -373,11 +401,28 @@ CHANGES: list[tuple[str, Any]] = [
     ("the context of decimal numbers", lambda: setattr(decimal.getcontext(), "prec", 7)),
     ("the context of decimal numbers", lambda: setattr(decimal.getcontext(), "clamp", 1)),
     ("the hook of exceptions", _set(sys, "excepthook", lambda *_: None)),
-    ("the hook of threads' exceptions", _set(threading, "excepthook", lambda *_: None)),
     ("how Python shows values and errors", _set(sys, "displayhook", lambda *_: None)),
     ("functions of Python", _set(builtins, "open", lambda *_: None)),
     ("functions of torch", _set(torch, "baddbmm", lambda *_: None)),
-    ("functions of torch", _set(torch.nn.Linear, "forward", lambda *_: None)),
+    *(
+        ("functions of torch", _set(of, name, lambda *_: None))
+        for of, name in (
+            (torch.nn.Linear, "forward"),
+            (torch.nn.Module, "__call__"),
+            (torch, "add"),
+            (torch.nn.Linear, "__call__"),
+            (torch.optim.Optimizer, "zero_grad"),
+            (torch.optim.Adam, "step"),
+            (torch.Tensor, "backward"),
+            (torch.Tensor, "sum"),
+            (torch.autograd, "grad"),
+            (torch.optim.lr_scheduler.LRScheduler, "step"),
+        )
+    ),
+    ("functions of torch", _set(torch.Tensor, "T", property(lambda x: x))),
+    ("functions of Python", _set(threading, "excepthook", lambda *_: None)),
+    ("functions of Python", _set(random, "random", lambda: 0.5)),
+    ("functions of Python", lambda: logging.setLogRecordFactory(lambda *_: None)),
     ("how torch prints", _set(torch._tensor_str.PRINT_OPTS, "precision", 3)),
     ("how often torch warns", _flip(torch.is_warn_always_enabled, torch.set_warn_always)),
     (
@@ -404,8 +449,12 @@ CHANGES: list[tuple[str, Any]] = [
         lambda: logging.getLogger().handlers.insert(0, logging.NullHandler()),
     ),
     ("the root logger", lambda: logging.disable(7)),
+    ("the root logger", _set(logging, "raiseExceptions", False)),
+    ("the handlers of the root logger", lambda: logging.root.addFilter(lambda _: False)),
     ("the folders of modules", lambda: sys.path.insert(0, "/nowhere")),
     ("the finders of modules", lambda: sys.meta_path.append(sys.meta_path[0])),
+    ("the finders of modules", lambda: sys.path_hooks.append(lambda *_: None)),
+    ("the arguments of the program", lambda: sys.argv.append("--further")),
     ("the callbacks of the garbage collector", lambda: gc.callbacks.append(lambda *_: None)),
     ("the garbage collector", gc.disable),
     ("Python's standard input", _set(sys, "stdin", io.StringIO())),
@@ -456,10 +505,8 @@ ELSEWHERE = [(name, change) for name, change in CHANGES if name not in UNDETECTE
 
 #: Pieces that no test here changes, and why.
 UNCHANGED = {
-    "the inference mode": "cannot be restored",
     "the rounding mode": "cannot be restored",
     "the priority of the process": "cannot be restored",
-    "the fp32 precision of cuDNN": "writing it changes that of products too",
     "the CPUs of the process": "a machine may have one; test_lying.py changes them",
 }
 
@@ -563,13 +610,15 @@ def test_the_backends_of_attention_are_put_back_one_by_one() -> None:
     assert piece.write is not None
     before = piece.read()
     try:
-        for values in itertools.product((False, True), repeat=3):
+        for values in itertools.product((False, True), repeat=len(before)):
             piece.write(values)
             assert piece.read() == values
             found = (
                 cuda.flash_sdp_enabled(),
                 cuda.mem_efficient_sdp_enabled(),
                 cuda.math_sdp_enabled(),
+                cuda.cudnn_sdp_enabled(),
+                cuda.fp16_bf16_reduction_math_sdp_allowed(),
             )
             assert found == values
     finally:

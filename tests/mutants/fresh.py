@@ -662,4 +662,12 @@ FRESH = [
            " or forward_ad.unpack_dual(x).tangent is not None", "",
            "a tangent is dropped where a gradient is refused",
            ("tests/core/test_quantize_rows.py::test_no_derivative_is_lost",)),
+    Mutant("fresh-function-in-a-subclass", "verify/process_state.py",
+           "(old.keys() | new.keys())", "old.keys()",
+           "a kernel gives every linear layer a call of its own",
+           ("tests/core/test_process_state.py::test_each_piece_of_state_is_put_back",)),
+    Mutant("fresh-transform-left", "verify/process_state.py",
+           "((now - was, False), (was - now, True))", "((was - now, True),)",
+           "a transform that a launch leaves active changes later calls",
+           ("tests/core/test_process_state.py::test_each_piece_of_state_is_put_back",)),
 ]  # fmt: skip

@@ -17,6 +17,7 @@ import random
 import signal
 import sys
 import threading
+import time
 import types
 import warnings
 from collections.abc import Callable, Iterable, MutableMapping
@@ -32,7 +33,7 @@ try:
 except ImportError:  # Windows
     resource = None  # type: ignore[assignment]
 
-cuda = torch.backends.cuda
+nn, cuda = torch.nn, torch.backends.cuda
 _matmul = cuda.matmul
 
 #: Who may change a piece of state besides a launch. ``thread``: no other thread. ``main``: the main
@@ -54,7 +55,7 @@ def _attributes(places: Callable[[], Iterable[tuple[Any, str]]], owner: Owner = 
 
     def write(values: list[Any]) -> None:
         for (of, name), value in zip(places(), values, strict=True):
-            if getattr(of, name, None) is not value:
+            if getattr(of, name, None) != value:
                 setattr(of, name, value)
 
     return Piece(lambda: [getattr(of, name, None) for of, name in places()], write, owner)
@@ -210,17 +211,59 @@ def _set_limits(limits: list[tuple[int, int]]) -> None:
             resource.setrlimit(kind, (limit[0], now[1]))  # a hard limit cannot be raised
 
 
-#: Functions that a plugin may replace to compute all products of the process.
-_REPLACED: list[tuple[Any, str]] = [
-    *((torch, name) for name in ("matmul", "mm", "bmm", "addmm", "baddbmm", "einsum")),
-    *((torch.Tensor, name) for name in ("__matmul__", "matmul", "mm", "bmm", "addmm", "to")),
-    *((torch.Tensor, f"__{name}__") for name in ("add", "mul", "radd", "rmul", "rmatmul")),
-    *((torch.nn.functional, name) for name in ("linear", "scaled_dot_product_attention")),
-    *((torch.nn.functional, name) for name in ("relu", "gelu", "silu", "softmax", "embedding")),
-    *((torch.nn.functional, name) for name in ("layer_norm", "rms_norm")),
-    (torch.nn.Linear, "forward"),
+class _Functions:
+    """The functions, classes and properties of modules and classes. Modules may get further
+    submodules and other values meanwhile."""
+
+    def __init__(self, places: list[Any]) -> None:
+        self.places = places
+        self.values = [vars(of).copy() for of in places]
+
+    def __eq__(self, other: object) -> bool:
+        assert isinstance(other, _Functions)
+        return self.values == other.values or not other.replaced(self.values)
+
+    def replaced(self, now: list[dict[str, Any]]) -> list[tuple[Any, str]]:
+        """Return the names whose value differs now, each after its module or class."""
+        return [
+            (of, name)
+            for of, old, new in zip(self.places, self.values, now, strict=True)
+            for name in (old.keys() | new.keys()) - {"Storage"}  # it follows the default dtype
+            if old.get(name) is not (value := new.get(name))
+            and any(callable(v) or isinstance(v, _DESCRIPTORS) for v in (old.get(name), value))
+        ]
+
+    def restore(self) -> None:
+        for of, name in self.replaced(_Functions(self.places).values):
+            values = self.values[self.places.index(of)]
+            setattr(of, name, values[name]) if name in values else delattr(of, name)
+
+
+_DESCRIPTORS = (classmethod, property)
+#: Where a plugin may replace functions, to compute all products of the process for example.
+_OF_PYTHON = [builtins, os, time, threading, threading.Thread, logging, random]
+_MODULES = [torch, torch.autograd, torch.cuda, torch.fft, torch.linalg, nn.functional, nn.utils]
+_OF_TORCH = [*_MODULES, torch.Tensor, torch.utils.data.DataLoader]
+_OF_TORCH += [
+    value
+    for module in (nn, torch.optim, torch.optim.lr_scheduler)
+    for value in vars(module).values()
+    if isinstance(value, type) and value.__module__.startswith(module.__name__)
+]
+#: Backends before their operators, which follow them unless they have a setting of their own.
+_PRECISIONS = [
+    *(
+        (private(f"torch.backends{name}", None), "fp32_precision")
+        for name in ("", ".cudnn", ".cudnn.conv", ".cudnn.rnn")
+    ),
+    (_matmul, "fp32_precision"),
+    *(
+        (private(f"torch.backends.mkldnn{name}", None), "fp32_precision")
+        for name in ("", ".conv", ".rnn", ".matmul")
+    ),
 ]
 _LOGGERS = [(logging.root, "level"), (logging.root, "disabled"), (logging.root.manager, "disable")]
+_LOGGERS += [(logging, "raiseExceptions")]
 _DECIMAL = ("prec", "rounding", "Emin", "Emax", "capitals", "clamp")
 
 
@@ -295,6 +338,33 @@ def _set_directory(path: str | None) -> None:
             os.chdir(path)
 
 
+_include = private("torch._C._dispatch_tls_local_include_set", lambda: None)
+_exclude = private("torch._C._dispatch_tls_local_exclude_set", lambda: None)
+
+
+def _keys() -> tuple[Any, Any]:
+    """The keys that torch's dispatcher includes and excludes in this thread, as transforms do."""
+    return _include(), _exclude()
+
+
+def _set_keys(before: tuple[Any, Any]) -> None:
+    for was, now, name in zip(before, _keys(), ("included", "excluded"), strict=True):
+        write = getattr(torch._C, f"_dispatch_tls_set_dispatch_key_{name}")
+        for keys, value in ((now - was, False), (was - now, True)):
+            while keys.raw_repr():
+                write(key := keys.highestPriorityTypeId(), value)
+                keys = keys.remove(key)
+
+
+_entered: list[Any] = []
+
+
+def _set_inference_mode(enabled: bool) -> None:
+    """The mode ends with its object, and sets the grad mode."""
+    _entered.append(torch.inference_mode(enabled))
+    _entered[-1].__enter__()
+
+
 _printing = private("torch._tensor_str.PRINT_OPTS", types.SimpleNamespace())
 
 #: Pieces of state by name. Modes come first: they may change what the functions below do.
@@ -309,8 +379,8 @@ PIECES: dict[str, Piece] = {
     "the hooks of saved tensors": Piece(lambda: _hooks(True), _set_hooks, "thread"),
     "torch's default dtype": Piece(torch.get_default_dtype, torch.set_default_dtype),
     "the number of torch's threads": Piece(torch.get_num_threads, torch.set_num_threads),
+    "the inference mode": Piece(torch.is_inference_mode_enabled, _set_inference_mode, "thread"),
     "the grad mode": Piece(torch.is_grad_enabled, torch.set_grad_enabled, "thread"),
-    "the inference mode": Piece(torch.is_inference_mode_enabled, None, "thread"),
     "autocast": Piece(_autocast, _set_autocast, "thread"),
     "anomaly detection": Piece(
         lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
@@ -329,8 +399,7 @@ PIECES: dict[str, Piece] = {
     "the flushing of denormal numbers": Piece(
         lambda: _DENORMAL * 0.5 == 0, torch.set_flush_denormal, "thread"
     ),
-    "the fp32 precision of products": _attribute(_matmul, "fp32_precision", "main"),
-    "the fp32 precision of cuDNN": _attribute(torch.backends.cudnn, "fp32_precision", "main"),
+    "the fp32 precision": _attributes(lambda: _PRECISIONS, "main"),
     "the reduced precision of fp16 sums": _attribute(
         _matmul, "allow_fp16_reduced_precision_reduction", "main"
     ),
@@ -351,14 +420,13 @@ PIECES: dict[str, Piece] = {
     "how processes share tensors": _modules(
         "torch.multiprocessing", "get_sharing_strategy", "set_sharing_strategy"
     ),
-    "the fp32 precision of oneDNN": _attribute(
-        getattr(torch.backends.mkldnn, "matmul", None), "fp32_precision", "main"
-    ),
     "the backends of attention": _together(
         [
             Piece(cuda.flash_sdp_enabled, cuda.enable_flash_sdp),
             Piece(cuda.mem_efficient_sdp_enabled, cuda.enable_mem_efficient_sdp),
             Piece(cuda.math_sdp_enabled, cuda.enable_math_sdp),
+            Piece(cuda.cudnn_sdp_enabled, cuda.enable_cudnn_sdp),
+            _switch("math_sdp_allow_fp16_bf16_reduction"),
         ],
         "main",
     ),
@@ -366,6 +434,9 @@ PIECES: dict[str, Piece] = {
         torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled, "thread"
     ),
     "autograd's threads": _switch("multithreading_enabled", "_is", "thread"),
+    "how autograd computes views again": _switch("view_replay_enabled", "_is", "thread"),
+    "the keys of torch's dispatcher": Piece(_keys, _set_keys, "thread"),
+    "whether torch calls __torch_function__": _switch("torch_function_state", owner="thread"),
     "the filling of new memory": _attribute(torch.utils.deterministic, "fill_uninitialized_memory"),
     "the rounding mode": Piece(_rounding, None, "thread"),
     "the trace function": _called_at_events(sys.gettrace, sys.settrace),
@@ -383,15 +454,14 @@ PIECES: dict[str, Piece] = {
         lambda: [(decimal.getcontext(), name) for name in _DECIMAL], "thread"
     ),
     "the hook of exceptions": _attribute(sys, "excepthook"),
-    "the hook of threads' exceptions": _attribute(threading, "excepthook"),
     "how Python shows values and errors": _attributes(
         lambda: [(sys, "displayhook"), (sys, "unraisablehook"), (warnings, "showwarning")]
     ),
-    "functions of Python": _attributes(lambda: [(builtins, n) for n in ("__import__", "open")]),
+    "functions of Python": Piece(lambda: _Functions(_OF_PYTHON), _Functions.restore),
     "the limit of digits": _modules("sys", "get_int_max_str_digits", "set_int_max_str_digits"),
     "how libraries are loaded": _modules("sys", "getdlopenflags", "setdlopenflags"),
     "the alarms of the process": _together([_alarm(each) for each in _ALARMS]),
-    "functions of torch": _attributes(lambda: _REPLACED),
+    "functions of torch": Piece(lambda: _Functions(_OF_TORCH), _Functions.restore),
     "how torch prints": _entries(lambda: vars(_printing)),
     "how often torch warns": Piece(torch.is_warn_always_enabled, torch.set_warn_always),
     "whether sparse tensors are checked": _switch("check_sparse_tensor_invariants", "", "any"),
@@ -411,9 +481,14 @@ PIECES: dict[str, Piece] = {
     "the working directory": Piece(_directory, _set_directory),
     "the filters of warnings": _items(lambda: warnings.filters),
     "the root logger": _attributes(lambda: _LOGGERS),
-    "the handlers of the root logger": _items(lambda: logging.root.handlers),
+    "the handlers of the root logger": _together(
+        [_items(lambda: logging.root.handlers), _items(lambda: logging.root.filters)]
+    ),
     "the folders of modules": _items(lambda: sys.path),
-    "the finders of modules": _items(lambda: sys.meta_path),
+    "the finders of modules": _together(
+        [_items(lambda: sys.meta_path), _items(lambda: sys.path_hooks)]
+    ),
+    "the arguments of the program": _items(lambda: sys.argv),
     "the callbacks of the garbage collector": _items(lambda: gc.callbacks),
     "the garbage collector": Piece(
         gc.isenabled, lambda enabled: gc.enable() if enabled else gc.disable()
