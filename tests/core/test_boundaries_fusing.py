@@ -885,6 +885,33 @@ def own_attribute(self: Any, x: Tensor) -> Tensor:
     return self.linear(x)
 
 
+def own_function(self: Any, x: Tensor) -> Tensor:
+    return self.mm(x)  # type: ignore[no-any-return]
+
+
+def _again(x: Tensor) -> Tensor:
+    return _again(x.bmm(x))
+
+
+def by_a_tensors_method(self: Any, x: Tensor) -> Tensor:
+    return x.double()  # also the name of a method of modules
+
+
+def by_recursion(self: Any, x: Tensor) -> Tensor:
+    return _again(x)
+
+
+def by_torchs_code(self: Any, x: Tensor) -> Tensor:
+    return linalg_calls(x)  # type: ignore[no-any-return]
+
+
+def linalg_calls(x: Tensor) -> Any:
+    return x.matmul(x)
+
+
+linalg_calls.__module__ = "elsewhere.code"
+
+
 def none(self: Any, x: Tensor) -> Tensor:
     return F.silu(self.up(x)) + F.gelu(x)
 
@@ -900,7 +927,8 @@ def wrapped(self: Any, x: Tensor) -> Tensor:
         (by_helper, "einsum in _helper()"), (also_by_helper, "einsum"),
         (by_the_third, "mv in _third()"),
         (by_lambda, "mm"), (by_method, "bmm in score()"),
-        (own_attribute, None), (none, None), (by_attribute, "mv"),
+        (own_attribute, None), (own_function, None), (none, None), (by_attribute, "mv"),
+        (by_a_tensors_method, None), (by_recursion, "bmm in _again()"), (by_torchs_code, None),
         (torch.no_grad()(by_operator), "@ in by_operator()"),
     ],
     ids=lambda value: getattr(value, "__name__", None),
@@ -909,8 +937,11 @@ def test_products_in_the_code_of_a_forward(forward: Any, found: str | None) -> N
     model = module(forward)
     type(model).score = lambda self, x: x.bmm(x)  # type: ignore[assignment]
     type(model).score.__name__ = "score"
+    type(model).double = lambda self: self.bmm(self)  # type: ignore[assignment,method-assign]
     if forward is own_attribute:
         model.linear = nn.Linear(8, 8)
+    if forward is own_function:
+        model.mm = torch.abs
     type(model).mv = torch.mv  # type: ignore[assignment]
     if found is None:
         assert products(model) is None

@@ -132,6 +132,14 @@ def test_gradients_of_complex_vectors(shapes: Any) -> None:
     same_gradients(lambda a, b: tmm_core.matmul(a, b, alpha=2.0), lambda a, b: 2.0 * (a @ b), a, b)
 
 
+def test_products_of_a_complex_gradient_go_through_torchs_dispatcher() -> None:
+    with torch.no_grad():
+        assert gradients._is_direct(torch.ones(2))
+        assert not gradients._is_direct(torch.ones(2, dtype=torch.complex64))
+        assert gradients._is_direct(torch.ones(2), None, torch.ones(3))
+    assert not gradients._is_direct(torch.ones(2))  # a second derivative may be recorded
+
+
 def test_a_real_term_of_a_complex_product_has_a_real_gradient() -> None:
     a, b = (
         torch.randn(shape, dtype=torch.complex64, requires_grad=True) for shape in ((4, 5), (5, 3))

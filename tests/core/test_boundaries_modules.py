@@ -118,6 +118,17 @@ class Slope(nn.Module):
         return F.leaky_relu(x, self.slope)
 
 
+class WithBuffer(nn.Tanh):
+    """An activation whose range is loaded with the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("range", torch.tensor(1.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if self.range == 1 else x  # type: ignore[no-any-return]
+
+
 @pytest.mark.parametrize(
     ("module", "epilogue"),
     [
@@ -125,7 +136,7 @@ class Slope(nn.Module):
         (nn.GELU("tanh"), "gelu_tanh"), (nn.Sigmoid(), "sigmoid"), (nn.Softplus(), "softplus"),
         (nn.LeakyReLU(0.5), "leaky_relu(0.5)"), (nn.ReLU6(), None), (nn.ELU(), None),
         (nn.PReLU(), None), (nn.Softmax(-1), None), (nn.Linear(2, 2), None),
-        (nn.Sequential(nn.ReLU()), None), (nn.Softplus(2.0), None),
+        (nn.Sequential(nn.ReLU()), None), (nn.Softplus(2.0), None), (WithBuffer(), None),
     ],
 )  # fmt: skip
 def test_modules_that_are_recognised_as_epilogues(module: nn.Module, epilogue: str | None) -> None:

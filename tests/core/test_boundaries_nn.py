@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+from collections import defaultdict
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -113,6 +115,36 @@ def test_a_weight_in_a_storage_with_another_tensor_is_not_joined(bias: bool) -> 
     for devices in (("meta", "meta"), ("cpu", "meta"), ("meta", "cpu")):  # not yet in memory
         layers = [nn.Linear(6, 4, bias, device) for device in devices]
         assert against_one_product(layers, lambda: alone) is None
+
+
+def test_why_layers_are_no_single_product() -> None:
+    def against(*layers: Any) -> str | None:
+        return against_one_product(layers, lambda: defaultdict(int))
+
+    unlike = "their weights share memory with others, or differ in dtype or device"
+    first, second = nn.Linear(6, 4), nn.Linear(6, 4)
+    assert against(first, second) is None
+    assert against(first, nn.Linear(6, 4, bias=False)) == "some of them have no bias"
+    assert against(first, first) == unlike
+    assert against(first, nn.Linear(5, 4)) == unlike
+    assert against(first, nn.Linear(6, 4).double()) == unlike
+    second.bias = nn.Parameter(torch.randn(8)[:4])
+    assert against(first, second) == unlike  # the weights alone could be joined
+    halves_of = nn.Linear(6, 8)
+    for layer, rows in ((first, slice(4)), (second, slice(4, 8))):
+        layer.weight, layer.bias = (
+            nn.Parameter(t.detach()[rows]) for t in (halves_of.weight, halves_of.bias)
+        )
+    shared = defaultdict(lambda: 2)
+    assert against_one_product((first, second), lambda: shared) is None  # joined already
+    assert against_one_product((second, first), lambda: shared) == unlike
+    codes, scale = torch.ones(4, 8, dtype=torch.int8), torch.ones(4)
+    stored = [
+        SimpleNamespace(weight=Quantized(codes.clone(), scale.clone()), bias=None) for _ in range(2)
+    ]
+    assert against_one_product(stored, lambda: shared) is None  # parts are counted elsewhere
+    with_zeros = Quantized(codes, torch.ones(4, 1), torch.zeros(4, 1, dtype=torch.int8))
+    assert against(stored[0], SimpleNamespace(weight=with_zeros, bias=None)) == unlike
 
 
 @pytest.mark.parametrize("dtype", [FP32, FP16, torch.float64])

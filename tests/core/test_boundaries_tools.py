@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import signal
 import subprocess
 import warnings
@@ -960,10 +961,22 @@ def test_a_cache_with_64_mebibytes_left_is_nearly_full(
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
     monkeypatch.setattr(verify, "current", lambda device: (5, 3))
     advice = "free some space, or move TMM_CACHE_DIR" if state == "problem" else ""
+    # Folders of which one can be listed but not entered, and one entered but not listed.
+    listed, entered = tmp_path / "listed", tmp_path / "entered"
+    store.layers += (listed, entered)
+    denied = {listed: os.X_OK, entered: os.R_OK}
+    access = os.access
+    monkeypatch.setattr(
+        os, "access",
+        lambda path, mode: not mode & denied[path] if path in denied else access(path, mode),
+    )  # fmt: skip
     assert as_tuples(doctor._cache(CPU)) == [
         ("cache", state, f"{store.root}{text}", advice),
         ("cache layer", "ok", str(layer), ""),
-        ("cache layer", "problem", f"{absent} is not a readable folder", "correct TMM_CACHE_PATH"),
+        *(
+            ("cache layer", "problem", f"{each} is not a readable folder", "correct TMM_CACHE_PATH")
+            for each in (absent, listed, entered)
+        ),
         ("records", "ok",
          f"2 records for {here.gpu}, 1 more for other versions (for untuned choices)", ""),
         ("records", "ok", f"5 shipped for {here.gpu} and these versions, 2 for kernels that have "

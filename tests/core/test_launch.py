@@ -311,9 +311,39 @@ def test_a_launch_on_another_device_makes_it_current(noted: Noted, release: str)
     assert len(noted.devices) == 2
 
 
+@pytest.mark.parametrize(
+    ("extras", "strides"), [((), (6, 1)), (("offs",), (8, 1)), (("a_index", "offs"), (8, 1))]
+)
+def test_rows_of_a_ragged_result_are_padded(
+    noted: Noted, extras: tuple[str, ...], strides: tuple[int, ...]
+) -> None:
+    """As torch allocates the result of a grouped product: rows begin at multiples of 16 bytes."""
+    step = Step(compiled(noted, {"out": "*bf16", "so": "i32"}, "3.7"), (1, 1, 1), {
+        "out": "out", "so": ("out", 0),
+    })  # fmt: skip
+    run = launcher([step], (4, 6), BF16, extras=extras)
+    a = zeros(4, 4)
+    y = run(a, a, None, None, 1.0, None, **{name: zeros(2) for name in extras})
+    assert (y.shape, y.stride()) == ((4, 6), strides)
+    assert noted.arguments("3.7") == [[y.data_ptr(), strides[0]]]
+    given = zeros(4, 6)
+    assert run(a, a, None, None, 1.0, given, **{name: zeros(2) for name in extras}) is given
+    assert noted.arguments("3.7")[1] == [given.data_ptr(), 6]
+
+
 @pytest.mark.parametrize("way", ["launcher", "call"])
-def test_a_warm_launch_encodes_no_tensor_map(noted: Noted, way: str) -> None:
+def test_a_warm_launch_encodes_no_tensor_map(
+    noted: Noted, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The installed Triton's launcher is found under the wrapper that encodes descriptors."""
+    calls: list[Any] = []
+    look_up = launch.TensorMaps.__call__
+
+    def counted(self: Any, t: torch.Tensor) -> Any:
+        calls.append(t)
+        return look_up(self, t)
+
+    monkeypatch.setattr(launch.TensorMaps, "__call__", counted)
     bound = compiled(
         noted, {"a": "tensordesc<bf16[64, 64],x>", "n": "i32", "C": "constexpr"}, "3.7"
     )
@@ -339,6 +369,7 @@ def test_a_warm_launch_encodes_no_tensor_map(noted: Noted, way: str) -> None:
         launch_with(t)
     assert noted.encoded == [describe(t)]
     assert noted.arguments("3.7") == [["map", 1, 2, 9, None]] * 3
+    assert len(calls) == (1 if way == "launcher" else 3)  # a launcher has the map at hand
     # Another tensor, or another view of this one, has another map.
     launch_with(t.t())
     launch_with(t[1:])

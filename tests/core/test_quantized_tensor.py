@@ -165,6 +165,18 @@ def test_calls_in_inference_mode(call: str, name: str) -> None:
     close(CALLS[call](X, weight), X.double() @ values.T)
 
 
+@pytest.mark.parametrize("inference", [False, True])
+def test_the_parts_decide_about_inference_mode(inference: bool) -> None:
+    """A tensor of parts that torch can view has views, whenever it was made."""
+    with torch.inference_mode(inference):
+        codes, scale = torch.ones(4, 8, dtype=torch.int8), torch.ones(4)
+    with torch.inference_mode(not inference):
+        weight = Quantized(codes, scale)
+    assert weight.is_inference() is inference
+    assert torch.equal(weight.T.dequantize(), torch.ones(8, 4, dtype=weight.dtype))
+    assert weight.T.is_inference() is inference
+
+
 @pytest.mark.parametrize("quantised", ["output", "inputs", "all"])
 def test_attention_of_several_heads_uses_the_values(quantised: str) -> None:
     """As WavLM calls it, with the weights of its own layers."""

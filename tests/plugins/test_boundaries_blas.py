@@ -369,6 +369,16 @@ def test_zeros_beyond_the_last_group_are_not_written_to_an_epilogues_result(
     assert torch.equal(y, expected)
 
 
+def by_columns(z: torch.Tensor) -> torch.Tensor:
+    return z.mT.contiguous().mT
+
+
+def test_rows_of_a_result_are_packed_whatever_an_epilogue_returns() -> None:
+    y = launched(FP32, False, epilogue=tmm_core.Epilogue("columns", by_columns).interned())
+    assert y.stride() == (8, 1)
+    assert torch.equal(y[:6], launched(FP32, False)[:6])
+
+
 @pytest.mark.parametrize("name", ["int8", "int4"])
 def test_products_of_values_have_the_rate_of_16_bits(name: str) -> None:
     """With many rows a product of stored formats is compute-bound, like the dense product."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -673,6 +674,25 @@ def test_resources_of_every_launch_are_reported(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(tile_anatomy, "interpreting", lambda: True)
     with pytest.raises(RuntimeError, match="unset TRITON_INTERPRET"):
         tile_anatomy.resources(DECODE, builds)
+
+
+def test_usage_is_read_from_cuobjdump(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As CUDA 12 prints it. Spilled registers are local memory."""
+    given = []
+
+    def run(command: list[str], **how: Any) -> Any:
+        given.append((command[:-1], Path(command[-1]).read_bytes()))
+        assert how["check"]
+        return SimpleNamespace(
+            stdout="Resource usage:\n Common:\n  GLOBAL:0\n Function kernel:\n"
+            "  REG:255 STACK:24 SHARED:1024 LOCAL:40 CONSTANT[0]:560 TEXTURE:0 SURFACE:0 SAMPLER:0"
+        )
+
+    knobs = SimpleNamespace(nvidia=SimpleNamespace(cuobjdump=SimpleNamespace(path="/cuobjdump")))
+    monkeypatch.setattr(tile_anatomy, "knobs", knobs)
+    monkeypatch.setattr(tile_anatomy.subprocess, "run", run)
+    assert tile_anatomy.usage(b"code") == {"REG": 255, "STACK": 24, "LOCAL": 40}
+    assert given == [(["/cuobjdump", "--dump-resource-usage"], b"code")]
 
 
 def test_each_stream_and_each_capture_has_its_own_flags(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -318,6 +318,32 @@ def test_scales_of_experts_are_folded_into_values(
     assert rescaled == [None, None]
 
 
+@pytest.mark.parametrize("layout", ["row", "col"])
+@pytest.mark.parametrize("given_out", [False, True])
+def test_values_of_groups_with_zero_points_are_multiplied_with_all_terms(
+    layout: str, given_out: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch's operators compute the values where the kernel cannot."""
+    monkeypatch.setattr(dequantized, "_fused", lambda *_: None)
+    codes = torch.randint(0, 255, (6, 32), dtype=torch.uint8)
+    scale, zero = torch.rand(6, 2).to(BF16) + 0.1, torch.randint(0, 15, (6, 2), dtype=torch.uint8)
+    a = torch.randn(4, 64).to(BF16)
+    a = a if layout == "row" else a.t().contiguous().t()
+    residual = torch.randn(4, 6).to(BF16)
+    quantized = tmm_core.Quantized(codes, scale, zero, format="int4", group=32)
+    problem = tmm_core.problem(a, quantized.T, residual=residual, alpha=2.0)
+    problem = replace(problem, device=replace(TARGETS["90"], capability=(8, 0)))
+    run = blas._bind_values(problem)
+    assert run is not None
+    out = torch.empty(4, 6, dtype=BF16) if given_out else None
+    stored, scales, zeros = quantized.stored.T, quantized.scale.T, quantized.zero
+    assert zeros is not None
+    y = run(a, stored, None, residual, 2.0, out, b_scale=scales, b_zero=zeros.T)
+    assert not given_out or y is out
+    exact = 2.0 * (a.double() @ quantized.dequantize().double().T) + residual.double()
+    torch.testing.assert_close(y.double(), exact, rtol=2e-2, atol=2e-2 * float(exact.std()))
+
+
 def test_scales_beyond_fp16_multiply_the_product(monkeypatch: pytest.MonkeyPatch) -> None:
     """Products of such scales with small activations are finite."""
     monkeypatch.setattr(dequantized, "_fused", lambda *_: lambda t, scale, zero: t * scale)

@@ -353,6 +353,21 @@ def test_lanes_hold_the_values_that_they_multiply(weight: Operand, m: int) -> No
                 assert {(k, row % 8) for k, _, row in of_pairs[w, lane]} == {(part, lane // 4)}
 
 
+@pytest.mark.parametrize(
+    ("weight", "rows", "pieces"),
+    [(INT4, 8, 1), (INT4, 16, 2), (INT8, 8, 1), (INT8, 16, 1), (FP8, 16, 1)],
+)
+def test_lanes_of_16_rows_read_4_bits_in_both_halves_of_a_step(
+    weight: Operand, rows: int, pieces: int
+) -> None:
+    problem = replace(DECODE, m=rows, b=weight)
+    configs = [each for each in Streaming().configs(problem) if rows == each.BLOCK_M]
+    assert configs
+    for config in configs:
+        (build,) = Streaming().builds(problem, config)
+        assert build.constants["PIECES"] == pieces
+
+
 # -- what the compiler makes of it --------------------------------------------------------
 
 

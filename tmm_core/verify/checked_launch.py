@@ -58,7 +58,7 @@ def _expire(returned: Iterable[StorageWeakRef], seconds: float) -> bool:
 
 
 def _new_result() -> Tensor:
-    return torch.empty(1)
+    return torch.empty(1, dtype=torch.uint8, device="cpu")
 
 
 def _others_keep_results() -> bool:
