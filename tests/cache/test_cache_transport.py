@@ -60,6 +60,10 @@ def test_only_frozen_records_answer(
     assert deployed.load(GPU, ENVIRONMENT, problem()) == record(mark="own").thinned()
     assert deployed.found(GPU, ENVIRONMENT, problem()) == store.root / "tmm.lock.json"
     assert deployed.load(GPU, ENVIRONMENT, problem(m=2)) is not None
+    used = store.root / "tmm.lock.json"
+    os.utime(used, (1e9, 1e9))
+    CacheStore().load(GPU, ENVIRONMENT, problem())
+    assert used.stat().st_mtime == 1e9  # a deployed file is only read
     # Neither a record that was added since, nor one that this process holds.
     deployed.hold(GPU, ENVIRONMENT, record(problem(m=5)))
     assert [deployed.load(GPU, ENVIRONMENT, problem(m=m)) for m in (4, 5)] == [None] * 2

@@ -364,6 +364,19 @@ def test_a_near_winner_may_be_expected_to_take_a_fifth_longer(
     assert choice.candidate.kernel.version == "2"
 
 
+def test_a_near_winner_answers_where_nothing_else_has_an_estimate(tmp_path: Path) -> None:
+    class Estimating(FakeKernel):
+        def estimate_us(self, problem: Problem, config: FakeConfig) -> float | None:
+            return 9.0 if config.tile == 2 else None
+
+    d, _ = dispatcher(FakeBlas(), Estimating("fast", tiles=(1, 2)), root=tmp_path)
+    known = problem(m=128)
+    d.adopt(known, recorded(known, result("fast", 3.0, config={"tile": 2})))
+    choice = d.choose(problem(), settings(on_cache_miss="heuristic"))
+    assert choice.origin == "neighbour"
+    assert choice.candidate.config.to_json() == {"tile": 2}
+
+
 def test_a_problem_of_no_size_has_neighbours(tmp_path: Path) -> None:
     """An empty problem counts as size 1, since the logarithm of zero is not defined."""
     store = CacheStore(tmp_path, [])
@@ -948,6 +961,27 @@ def test_a_choice_of_blas_says_that_nothing_compiles(
     assert warned_of == ([{("k", ""): Obstacle("toolchain", "no C compiler")}] if warned else [])
     monkeypatch.setattr(toolchain, "fingerprint", lambda: "another")
     assert d.untried.changed() is warned
+
+
+def test_a_kernel_that_the_toolchain_failed_is_tried_again_once_that_changes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(answers, "warn_of_environment", lambda *given: seen.append(given))
+    monkeypatch.setattr(toolchain, "fingerprint", lambda: "one")
+    d, _ = dispatcher(FakeBlas(), FakeKernel("k"), times={"k": 5.0, "blas": 10.0})
+    choice = d.choose(problem(), settings())
+    fault = FileNotFoundError("no ptxas here")
+    fault.cause_elsewhere = "toolchain"  # type: ignore[attr-defined]
+    d.quarantine(problem(), choice, fault)  # without a warning of the kernel's
+    text = "FileNotFoundError: no ptxas here"
+    kernel = choice.candidate.kernel
+    left = {("k", kernel.version): Obstacle("toolchain", text)}
+    assert seen == [(left, problem(), ("toolchain",))]
+    assert d.rejections(problem(), settings())["k"] == [f"quarantined: it raised {text}"]
+    assert not d.untried.changed()
+    monkeypatch.setattr(toolchain, "fingerprint", lambda: "two")
+    assert d.untried.changed()
 
 
 def test_another_process_that_tunes_is_logged_once_a_minute(

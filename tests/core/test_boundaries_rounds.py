@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import random
 import threading
 import warnings
 from collections.abc import Iterator
@@ -257,6 +258,20 @@ def test_rows_that_are_computed_from_a_row(a_index: Any, out_index: Any, found: 
     )
     assert nonfinite._rows_computed_from(inputs, 3) == found
     assert nonfinite._rows_computed_from(replace(inputs, rows=None), 3) == {}
+
+
+def test_nan_and_inf_of_a_gated_bias_are_in_different_columns_of_the_result() -> None:
+    """The columns j and n + j of the bias are one column of the result, where Inf hides in NaN."""
+    a, b, bias = torch.zeros(4, 8), torch.zeros(8, 16), torch.zeros(16)
+    gated = problem(m=4, n=8, k=8, bias=F32, epilogue=parse("swiglu"))
+    for seed in range(128):
+        chance = random.Random(seed)
+        found = list(
+            nonfinite._in_terms(gated, Inputs(a, b, bias), False, [(0, 0, 4)], chance, {0})
+        )
+        columns = [change.places for change in found]
+        assert columns == [(change.index[0] % 8,) for change in found]
+        assert len({*columns, (0,)}) == 3
 
 
 def test_where_any_result_is_accepted() -> None:

@@ -47,6 +47,7 @@ from tmm_core import (
     UnsupportedProblemError,
 )
 from tmm_core.dispatch.lookup import Lookup
+from tmm_core.registry import query
 from tmm_core.registry.query import CheckedKernel, place_of
 from tmm_core.registry.registry import Registry, Source
 from tmm_core.spec import toolchain
@@ -253,6 +254,13 @@ def test_the_place_of_a_fault_is_in_the_kernels_own_folder(
     module.__package__ = ""  # without a package, its folder may hold other modules
     assert place_of(kernel, fails("mine", "kernel.py")) == f"{tmp_path}/mine/kernel.py:4"
     assert place_of(kernel, fails("mine", "x.py")) == usual
+    checked = CheckedKernel(kernel, Source("p"))
+    assert checked._fault("bind", ValueError("x")) == f"bind raised ValueError: x ({usual})"
+    with monkeypatch.context() as nowhere:
+        nowhere.setattr(query, "place_of", lambda *_: "")
+        assert checked._fault("bind", ValueError("x")) == "bind raised ValueError: x"
+        ours = query.InvalidResultError("returned 1, not a text")
+        assert checked._fault("device_text", ours) == "device_text returned 1, not a text"
     error: Any = ValueError()
     error.place = "/there.py:7"
     assert findings.placed(kernel, "it failed", error) == "it failed (/there.py:7)"

@@ -125,6 +125,13 @@ def test_each_kind_of_gradient_has_its_own_pass(monkeypatch: pytest.MonkeyPatch)
             self.call, self.address = object(), None
 
     monkeypatch.setattr(pointwise, "Launch", Noted)
+    for text, width, wide in (
+        ("silu", 48, True), ("silu", 40, False), ("swiglu", 32, True), ("swiglu", 48, False),
+    ):  # fmt: skip
+        made.clear()
+        Pointwise(parse(text), width, torch.bfloat16, torch.device("cpu"))
+        divisible = dict.fromkeys(("z_ptr", "y_ptr", *(("N", "ldz") if wide else ())), 16)
+        assert made[0][2] == divisible, (text, width)
     passes = Pointwise(parse("silu"), 256, torch.bfloat16, torch.device("cpu"))
     made.clear()
     passes._backward.clear()

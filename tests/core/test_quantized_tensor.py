@@ -409,6 +409,26 @@ def test_data_that_is_not_quantised_is_refused() -> None:
         weight.copy_(plain)
 
 
+def test_only_numbers_of_the_same_form_are_copied() -> None:
+    codes, scale = torch.ones(64, 64, dtype=torch.int8), torch.ones(64, 2)
+    own = Quantized(codes.clone(), scale.clone(), group=32)
+    zero = torch.ones(64, 2, dtype=torch.int8)
+    others = {
+        "format": Quantized(codes.to(torch.float8_e4m3fn), torch.ones(64), format="fp8"),
+        "group": Quantized(codes, torch.ones(64, 1), group=64),
+        "direction": Quantized(codes, scale, group=32).T,
+        "zero points": Quantized(codes, scale, zero, group=32),
+    }
+    before = own.dequantize()
+    for other in others.values():
+        for to, of in ((own, other), (other, own)):
+            with pytest.raises(RuntimeError, match=r"^cannot copy Quantized\(.* to Quantized\("):
+                to.copy_(of)
+    assert torch.equal(own.dequantize(), before)
+    own.copy_(Quantized(codes * 3, scale * 2, group=32))
+    assert torch.equal(own.dequantize(), before * 6)
+
+
 def test_gradients_that_no_product_has(pair: tuple[Quantized, Tensor]) -> None:
     weight, values = pair
     own: Any = nn.Parameter(weight)

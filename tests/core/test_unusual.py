@@ -372,6 +372,25 @@ def test_a_bias_has_the_shapes_that_linear_takes(
     torch.testing.assert_close(got, right)
 
 
+@pytest.mark.parametrize("given_out", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("shape", [(5, 3), (5, 1), (1, 3), (1,)], ids=str)
+def test_a_wider_bias_leaves_the_dtype_of_the_result(
+    shape: tuple[int, ...], dtype: Any, given_out: bool
+) -> None:
+    x, w = torch.randn(5, 6).to(torch.bfloat16), torch.randn(3, 6).to(torch.bfloat16)
+    bias, residual = torch.randn(shape).to(dtype), torch.randn(5, 3).to(dtype)
+    out = torch.empty(5, 3, dtype=torch.bfloat16) if given_out else None
+    for more in ({}, {"epilogue": "relu"}, {"residual": residual, "epilogue": "silu"}):
+        y = tmm_core.linear(x, w, bias, out=out, **more)  # type: ignore[arg-type]
+        assert y is out or not given_out
+        assert y.dtype is torch.bfloat16
+        z = x.double() @ w.double().T + bias.double()
+        apply: Any = {"relu": F.relu, "silu": F.silu, None: lambda z: z}[more.get("epilogue")]
+        expected = apply(z) + (residual.double() if "residual" in more else 0)
+        torch.testing.assert_close(y.double(), expected, rtol=2e-2, atol=4e-2)
+
+
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1), (4,), (4, 1), (1, 4), (1, 1, 1)], ids=str)
 def test_a_bias_of_the_product_by_a_vector(shape: tuple[int, ...]) -> None:
     x, v, bias = torch.randn(4, 6), torch.randn(6), torch.randn(shape)

@@ -436,6 +436,7 @@ def test_a_single_group_has_any_stride() -> None:
         grouped(m=64, n=64, k=256, dtype=E4M3, out=BF16, scales=("1x128", "128x128")),
         grouped("k", m=64, n=64, k=64, bias=BF16, residual=Operand(BF16, "col")),
         grouped("k", m=64, n=64, k=64, out=Operand(BF16, aligned=False)),
+        grouped(count=1, m=64, n=64, k=64, bias=BF16, residual=Operand(BF16)),
     ],
     ids=str,
 )
@@ -449,19 +450,21 @@ def test_a_call_passes_groups(problem: Problem, monkeypatch: pytest.MonkeyPatch)
     special = KERNEL.specialize(problem, config)
     assert set(special.types) | set(special.constants) == set(warp_specialized_kernel.arg_names)
     assert set(special.divisible) <= set(special.types)
+    assert ("bias_stride_z" in special.types) is (problem.bias is not None)
     assert problem.groups is not None
+    groups = problem.groups.count
     assert (special.divisible.get("out_ptr") == 16) is problem.groups.zeroed
     KERNEL.bind(problem, config)
     (((step,), shape, _), more) = launches[0]
-    assert shape == ((8, 64, 64) if problem.along == "k" else (64, 64))
+    assert shape == ((groups, 64, 64) if problem.along == "k" else (64, 64))
     assert more["extras"] == ("offs", *problem.parts)
     assert step.arguments.keys() == special.types.keys()
-    assert step.arguments["G"] == 8
+    assert step.arguments["G"] == groups
     blocks = step.grid[0]
     # Numbers of 4 bytes, like the table's.
-    scratch = (8 * blocks, torch.float32) if problem.along == "m" else None
+    scratch = (groups * blocks, torch.float32) if problem.along == "m" else None
     assert more["workspace"] == scratch
-    assert KERNEL.workspace_bytes(problem, config) == (4 * 8 * blocks if scratch else 0)
+    assert KERNEL.workspace_bytes(problem, config) == (4 * groups * blocks if scratch else 0)
     given = random_inputs.make(problem, torch.device("cpu"), seed=0)
     made = {name: getattr(given, name) for name in ("a", "b", "bias", "residual")}
     made |= given.parts
