@@ -13,6 +13,7 @@ import re
 import sys
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -387,7 +388,29 @@ def test_sources_are_named_by_plugin_and_distribution() -> None:
         ("tmm-core", True), ("tmm_core", True), ("TMM.Core", True), ("tmm--core", True),
         ("tmm-core-extra", False), ("", False),
     ):  # fmt: skip
-        assert Source("p", name).is_ours is ours
+        entry_point: Any = EntryPoint("p", None, name)
+        assert Source.of(entry_point).is_ours is ours
+
+
+def test_a_distribution_that_is_spelt_in_two_ways_is_reported_once() -> None:
+    r = registry(EntryPoint("a", None, "Some_Kernels"), EntryPoint("b", None, "some-kernels"))
+    with pytest.warns(TmmWarning, match=r"\(some-kernels 1.2\).*; 1 more faults") as caught:
+        assert names(r) == []
+    assert len(caught) == 1
+
+
+def test_the_line_of_a_class_is_found_without_parsing_its_file(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A plugin may have thousands of faulty kernels."""
+    (tmp_path / "of_classes.py").write_text("class A: ...\n\n\nclass  B(A):\n    class C: ...\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    module = importlib.import_module("of_classes")
+    kinds = module.A, module.B, module.B.C, type("D", (), {"__module__": "of_classes"})
+    with monkeypatch.context() as context:
+        context.setattr("ast.parse", None)
+        places = [query._class_place(kind) for kind in kinds]
+    assert places == [*(f"{tmp_path / 'of_classes.py'}:{line}" for line in (1, 4, 5)), ""]
 
 
 def test_a_plugin_without_a_given_name_has_its_modules_or_its_classs() -> None:

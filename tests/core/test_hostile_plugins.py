@@ -643,6 +643,24 @@ def test_a_method_that_wraps_itself_is_reported(
     assert tmm_core.plan(A, B).kernel == "good"
 
 
+@pytest.mark.parametrize("method", ["declines", "configs", "default_config", "bind"])
+@pytest.mark.parametrize(("of", "field"), [("", "m"), ("", "device"), ("a", "dtype")])
+def test_a_problem_that_a_plugin_changes_is_its_own(
+    method: str, of: str, field: str, only_hostile_is_verified: None
+) -> None:
+    """Others get the problem of the call."""
+
+    def changes(self: Any, problem: Any, *config: Any) -> Any:
+        object.__setattr__(getattr(problem, of) if of else problem, field, None)
+        return getattr(FakeKernel, method)(self, problem, *config)
+
+    install(lambda: plugin(bad_kernel(method, changes)))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert is_right()
+    assert all(names_it(str(each.message)) for each in caught)
+
+
 #: Changes of the process that a plugin's ``bind`` may make, and what they change.
 CHANGES: dict[str, tuple[Callable[[], object], Callable[[], Any]]] = {
     "sets the default dtype": (

@@ -670,4 +670,12 @@ FRESH = [
            "((now - was, False), (was - now, True))", "((was - now, True),)",
            "a transform that a launch leaves active changes later calls",
            ("tests/core/test_process_state.py::test_each_piece_of_state_is_put_back",)),
+    Mutant("fresh-problem-for-all", "registry/query.py",
+           "if self.source.is_ours:\n            return problem", "if True:\n            return problem",
+           "a plugin that changes its problem changes that of the call",
+           ("tests/core/test_hostile_plugins.py::test_a_problem_that_a_plugin_changes_is_its_own",)),
+    Mutant("fresh-operands-for-all", "registry/query.py",
+           "copy.copy(x) if type(x) in copied else x", "x",
+           "a plugin that changes an operand's description changes that of the call",
+           ("tests/core/test_hostile_plugins.py::test_a_problem_that_a_plugin_changes_is_its_own",)),
 ]  # fmt: skip

@@ -69,13 +69,13 @@ class Source(NamedTuple):
         with suppress(BaseException):  # damaged metadata: the plugin may still load
             for field in found:
                 found[field] = _label(getattr(entry_point.dist, field))
-        return cls(_label(entry_point.name), found["name"], found["version"])
+        name = re.sub(r"[-_.]+", "-", found["name"]).lower()  # as installers normalise
+        return cls(_label(entry_point.name), name, found["version"])
 
     @property
     def is_ours(self) -> bool:
         """Whether it is one of tmm's own plugins."""
-        name = re.sub(r"[-_.]+", "-", self.distribution).lower()  # as installers normalise
-        return name == DISTRIBUTION
+        return self.distribution == DISTRIBUTION
 
     def __str__(self) -> str:
         where = f" ({self.distribution} {self.version})" if self.distribution else ""
