@@ -650,9 +650,9 @@ def test_a_problem_that_a_plugin_changes_is_its_own(
 ) -> None:
     """Others get the problem of the call."""
 
-    def changes(self: Any, problem: Any, *config: Any) -> Any:
+    def changes(problem: Any, *config: Any) -> Any:
         object.__setattr__(getattr(problem, of) if of else problem, field, None)
-        return getattr(FakeKernel, method)(self, problem, *config)
+        return getattr(FakeKernel("bad", estimate=1.0), method)(problem, *config)
 
     install(lambda: plugin(bad_kernel(method, changes)))
     with warnings.catch_warnings(record=True) as caught:
