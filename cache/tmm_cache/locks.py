@@ -6,6 +6,7 @@ The OS releases it when its holder dies.
 from __future__ import annotations
 
 import functools
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -33,6 +34,8 @@ def acquire(path: Path, timeout: float = 0.0) -> BaseFileLock | None:
         with suppress(Timeout):
             lock.acquire(timeout=min(timeout, _SILENT_SECONDS))
             return lock
+        # filelock waits where no file can be made, as in a link to /proc/self.
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT, FILE_MODE))
         if timeout > _SILENT_SECONDS:
             _log_wait()
             with suppress(Timeout):

@@ -280,6 +280,20 @@ def test_a_folder_in_the_place_of_a_lock_costs_the_lock_alone(store: CacheStore)
     assert "lost" not in str(caught[0].message)
 
 
+def test_a_folder_that_can_hold_no_file_does_not_look_like_another_process(
+    store: CacheStore,
+) -> None:
+    """Such as a link to /proc/self: filelock waits for a file that cannot be made."""
+    folder = store.path(GPU, ENVIRONMENT, problem()).parent
+    folder.parent.mkdir(parents=True)
+    folder.symlink_to("/proc/self")
+    with (
+        warned("two processes may tune"),
+        store.lock(GPU, ENVIRONMENT, problem(), timeout=0) as mine,
+    ):
+        assert mine is True
+
+
 def test_a_lock_and_a_record_that_both_fail_cost_one_warning(
     store: CacheStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
