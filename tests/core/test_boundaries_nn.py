@@ -12,10 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.tensor import Shard
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import tmm_core
 from tmm_core import Quantized, settings
@@ -724,6 +727,35 @@ def test_two_layers_are_placed_alike_by_equal_hooks(
         assert sharded._placed_alike(gate, up) is alike
     getattr(up, register)(print)
     assert not sharded._placed_alike(gate, up)
+
+
+@pytest.fixture
+def mesh() -> Iterator[Any]:
+    """A mesh of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("learning", [False, True])
+@pytest.mark.parametrize(
+    ("of_gate", "of_up", "joint"),
+    [(Replicate(), Replicate(), True), (Shard(1), Shard(1), True), (Replicate(), Shard(1), False)],
+)  # fmt: skip
+def test_shards_are_gated_and_placed_as_their_layers_are(
+    of_gate: Any, of_up: Any, joint: bool, learning: bool, mesh: Any
+) -> None:
+    mlp, x = SwiGLU(8, 12, bias=True).requires_grad_(learning), torch.randn(5, 8)
+    expected = F.silu(mlp.gate_proj(x)) * mlp.up_proj(x)
+    for name, place in (("gate_proj", of_gate), ("up_proj", of_up)):
+        style = ColwiseParallel(output_layouts=place, use_local_output=False)
+        parallelize_module(mlp, mesh, {name: style})
+    for _ in range(2):  # the second reads what the first kept
+        y: Any = sharded.gated(mlp, mlp.gate_proj, mlp.up_proj, x)
+        assert (y is not None) is joint
+        if joint:
+            assert (y.placements, y.requires_grad) == ((of_gate,), learning)
+            torch.testing.assert_close(y.full_tensor(), expected)
 
 
 def test_a_gated_layer_with_a_view_or_without_a_parameter_is_stored_and_moved() -> None:

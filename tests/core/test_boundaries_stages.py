@@ -722,6 +722,17 @@ def test_while_a_tuning_waits_for_compilers_the_next_one_begins() -> None:
     assert work.resume(0.01) == ["c", "c ended"]
 
 
+def test_a_waiting_tuning_that_may_not_measure_waits_for_another_second() -> None:
+    work, compiling = Work(), Future[None]()
+    work.add("a", [compiling], ())
+    assert work.resume(0.01) == ["a"]
+    work.free = False
+    assert work.resume(1.01) == []
+    work.free = True
+    assert work.resume(0.01) == []
+    assert work.resume(1.01) == ["a", "a ended"]
+
+
 def test_the_second_tuning_takes_no_memory_while_the_first_waits() -> None:
     work, compiling, other = Work(), Future[None](), Future[None]()
     work.add("a", [compiling], ())

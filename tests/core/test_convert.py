@@ -51,6 +51,32 @@ class Pair(nn.Module):
         return self.fc2(self.act(self.fc1(x)))
 
 
+class OfDepth(Pair):
+    """A block whose forward depends on its place in the model."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.depth = depth
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.fc2(self.act(self.fc1(x)))
+        return y if self.depth < 2 else y * 2
+
+
+def test_blocks_of_one_code_are_fused_at_each_place(products: list[str]) -> None:
+    """The graphs of the first two are equal, and what they were proven for is not."""
+    model = nn.Sequential(*(OfDepth(depth) for depth in range(3)))
+    x = randn(4, 12)
+    expected = model(x)
+    convert(model)
+    torch.testing.assert_close(model(x), expected)
+    assert products == ["gelu", ""] * 3
+    model[0].depth = 2  # not what was proven
+    products.clear()
+    torch.testing.assert_close(model[0](x), 2 * model[0].fc2(F.gelu(model[0].fc1(x))))
+    assert products == [""] * 4
+
+
 class Gated(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -85,7 +85,8 @@ def test_a_condition_selects_programs(condition: str) -> None:
         ("=*", "'=*'"),
         ("<", "'<'"),
         ("0 1", "'0 1'"),
-        ("²", "'²'"),
+        ("²", "'²', for program_id(0)"),
+        ("٣", "'٣', for program_id(0)"),
         ("1;2", "'1;2'"),
     ],
 )

@@ -32,7 +32,7 @@ from tmm_core import Epilogue, Port
 from tmm_core.epilogues import EPILOGUES
 from tmm_core.spec import epilogue as spec_epilogue
 from tmm_core.spec.epilogue import INTERNED
-from tmm_core.spec.identity import Global, cells_of, lasting_text, reader_of
+from tmm_core.spec.identity import Global, _globals_of, cells_of, lasting_text, reader_of
 
 Function = Callable[..., torch.Tensor]
 
@@ -449,6 +449,23 @@ OF_MODULE: Any = types.ModuleType("of_a_module")
 OF_MODULE.SCALE = 2.0
 #: Its functions are not followed: they may be a large library's.
 exec("OWN = object()\ndef read(): return OWN and 1", vars(OF_MODULE))
+
+
+def test_the_variables_of_a_package_belong_to_its_functions() -> None:
+    """Also those that a function in another of its modules reads; another package's are its own."""
+
+    def module(name: str, text: str, **scope: Any) -> dict[str, Any]:
+        found = {"__name__": name, **scope}
+        exec(text, found)
+        return found
+
+    near = module("pack.near", "by = 2.0\ndef helper(z): return z * by")
+    far = module("other", "to = 2.0\ndef stranger(z): return z * to")
+    text = "own = 1.0\ndef f(z): return helper(stranger(z)) + own"
+    own = module("pack.own", text, helper=near["helper"], stranger=far["stranger"])
+    found = [*_globals_of(own["f"], set())]
+    assert sorted(variable.name for variable in found) == ["by", "own"]
+    assert {id(variable.namespace) for variable in found} == {id(near), id(own)}
 
 
 def of_helper() -> float:

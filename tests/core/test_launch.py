@@ -694,6 +694,37 @@ def test_a_kernel_is_compiled_once_for_each_specialisation(
     assert len(compilations) == count + 2
 
 
+@pytest.mark.parametrize(
+    ("metas", "known", "maps"),
+    [
+        ([{"box": 1}, {"box": 2}], True, {"out": {"box": 1}, "n": {"box": 2}}),
+        ([], True, {}),  # Triton unpacks them
+        ([{"box": 1}, {"box": 2}], False, {}),
+    ],
+)
+def test_each_descriptor_is_encoded_by_its_own_metadata(
+    metas: list[Any], known: bool, maps: Any, noted: Noted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kinds = {"out": "tensordesc<bf16[64, 64],x>", "a": "*bf16", "n": "tensordesc<bf16[8, 64],x>"}
+
+    def compiled(self: Any, src: Any, *more: Any) -> Any:
+        handle = driver.wrap_handle_tensordesc(noted.launches.append, kinds, metas)
+        run = (Launcher37 if known else LauncherCounting)(handle)
+        return types.SimpleNamespace(
+            run=run, function=FUNCTION, packed_metadata=METADATA,
+            src=types.SimpleNamespace(signature=kinds),
+            metadata=types.SimpleNamespace(tensordesc_meta=metas),
+        )  # fmt: skip
+
+    monkeypatch.setattr(launch, "interpreting", lambda: False)
+    monkeypatch.setattr(launch, "source", lambda *given: given)
+    monkeypatch.setattr(launch.Launch, "_compile", compiled)
+    launch.forget_compiled()
+    bound = of_three(kinds=kinds)
+    assert bound._maps == maps
+    launch.forget_compiled()
+
+
 def test_launches_whose_blocks_overlap_share_a_handle_if_an_sm_holds_as_many(
     compilations: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
