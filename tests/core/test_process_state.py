@@ -301,6 +301,10 @@ CHANGES: list[tuple[str, Any]] = [
     ("the inference mode", _leave_inference_mode),
     ("the keys of torch's dispatcher", lambda: torch._C._functorch._grad_increment_nesting()),
     (
+        "the keys of torch's dispatcher",
+        lambda: torch._C._functorch._vmap_increment_nesting(3, "error"),
+    ),
+    (
         "whether torch calls __torch_function__",
         lambda: torch._C.DisableTorchFunctionSubclass().__enter__(),
     ),
@@ -486,6 +490,7 @@ def test_each_piece_of_state_is_put_back(
     assert changed == [name]
     assert left == []
     assert sys.gettrace() is tracer
+    assert torch.ones(1).requires_grad_().requires_grad  # which torch refuses inside of a transform
 
 
 #: Pieces that other threads see otherwise than their owner says, and why.

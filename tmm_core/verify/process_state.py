@@ -342,13 +342,19 @@ _include = private("torch._C._dispatch_tls_local_include_set", lambda: None)
 _exclude = private("torch._C._dispatch_tls_local_exclude_set", lambda: None)
 
 
-def _keys() -> tuple[Any, Any]:
-    """The keys that torch's dispatcher includes and excludes in this thread, as transforms do."""
-    return _include(), _exclude()
+_depth = private("torch._C._functorch.get_dynamic_layer_stack_depth", lambda: 0)
+_end = private("torch._C._functorch.pop_dynamic_layer_stack_and_undo_to_depth", lambda _: None)
 
 
-def _set_keys(before: tuple[Any, Any]) -> None:
-    for was, now, name in zip(before, _keys(), ("included", "excluded"), strict=True):
+def _keys() -> tuple[Any, Any, int]:
+    """The keys that torch's dispatcher includes and excludes in this thread, as transforms do, and
+    the number of these transforms."""
+    return _include(), _exclude(), _depth()
+
+
+def _set_keys(before: tuple[Any, Any, int]) -> None:
+    _end(before[2])
+    for was, now, name in zip(before[:2], _keys(), ("included", "excluded"), strict=False):
         write = getattr(torch._C, f"_dispatch_tls_set_dispatch_key_{name}")
         for keys, value in ((now - was, False), (was - now, True)):
             while keys.raw_repr():
