@@ -284,6 +284,26 @@ def test_columns_of_every_combination() -> None:
 # -- calls --------------------------------------------------------------------------------
 
 
+def test_the_error_of_a_call_that_writes_a_part_of_its_result_is_not_a_number(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Though the output may get memory that holds a right result."""
+    call = Case(m=4, n=6, k=8, dtype=torch.float32).call(CPU)
+    assert call.error() < 1e-5
+    right = call.matmul()
+
+    def reused(problem: Any, device: torch.device) -> torch.Tensor:
+        return right.clone()
+
+    def upper_rows(self: Any, out: torch.Tensor) -> torch.Tensor:
+        out[:2] = right[:2]
+        return out
+
+    monkeypatch.setattr(type(call.problem()), "empty_out", reused)
+    monkeypatch.setattr(type(call), "matmul", upper_rows)
+    assert not call.error() < 1
+
+
 def test_calls_of_groups_are_launched_with_a_bias_for_each_or_with_none() -> None:
     bare = Case(m=32, n=16, k=16, dtype=torch.float32, groups=4).call(CPU)
     assert bare.inputs() is bare

@@ -86,6 +86,28 @@ def test_weights_that_are_not_adjacent_make_two_products() -> None:
     assert {name for name, pair in wrong.items() if stacked(pair) is not None} == set()
 
 
+@pytest.mark.parametrize("joint_codes", [False, True])
+@pytest.mark.parametrize("joint_scales", [False, True])
+def test_quantised_weights_are_one_if_codes_and_scales_are(
+    joint_codes: bool, joint_scales: bool
+) -> None:
+    codes = torch.arange(64, dtype=torch.int8).view(8, 8)
+    scale = torch.arange(8.0) + 1
+    whole = Quantized(codes, scale)
+    parts = [
+        Quantized(
+            codes[rows] if joint_codes else codes[rows].clone(),
+            scale[rows] if joint_scales else scale[rows].clone(),
+        )
+        for rows in (slice(4), slice(4, 8))
+    ]
+    found = stacked(parts)
+    assert (found is not None) is (joint_codes and joint_scales)
+    if found is not None:
+        assert torch.equal(found.dequantize(), whole.dequantize())  # type: ignore[attr-defined]
+        assert stacked(parts[::-1]) is None
+
+
 def test_parameters_are_joined_if_each_has_its_memory_to_itself() -> None:
     def parameter(*shape: int, **kw: Any) -> nn.Parameter:
         return nn.Parameter(torch.randn(shape, **kw))
