@@ -721,13 +721,18 @@ def failure(future: Future[None]) -> Any:
     return future.exception(timeout=10)
 
 
-def test_how_a_host_is_started(parent: Parent, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("no_user_site", [0, 1])
+def test_how_a_host_is_started(
+    no_user_site: int, parent: Parent, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sys, "path", ["/one", "", "/two", 3])
+    monkeypatch.setattr(sys, "flags", SimpleNamespace(no_user_site=no_user_site))
     for kind, word in ((KIND, "forks"), (replace(KIND, forks=False), "imports")):
         host, process = parent.host(kind, HOME="/here")
         python, *options, program, workers, how, folder = process.command
         assert python == sys.executable
-        assert options == ["-W", "ignore", *["-P"] * (sys.version_info >= (3, 11))]
+        further = [*["-s"] * no_user_site, *["-P"] * (sys.version_info >= (3, 11))]
+        assert options == ["-W", "ignore", *further]
         assert (program, workers, how) == (pool_host.__file__, "4", word)
         path = os.pathsep.join(["/one", os.getcwd(), "/two"])
         assert process.options == {

@@ -243,6 +243,21 @@ def test_a_launcher_object_with_work_after_a_launch_is_left_to_triton(noted: Not
     assert Later.launches == 2
 
 
+@pytest.mark.parametrize("order", [(2, 1, 0), (0, 1), (0, 1, 2, 0), (0, 1, None, 2)], ids=str)
+def test_a_launcher_object_with_another_grid_is_left_to_triton(noted: Noted, order: Any) -> None:
+    class OtherGrid(Launcher37):
+        def __call__(
+            self, gridX: Any, gridY: Any, gridZ: Any, stream: Any, function: Any,
+            kernel_metadata: Any, launch_metadata: Any, launch_enter_hook: Any,
+            launch_exit_hook: Any, *args: Any,
+        ) -> None:  # fmt: skip
+            grid = gridX, gridY, gridZ
+            given = (None if axis is None else grid[axis] for axis in order)
+            self.launch(*given, stream, function, kernel_metadata, args)
+
+    assert releases.c_call(OtherGrid(noted.launches.append), described=False) is None
+
+
 def test_the_installed_triton_is_called_as_tmm_calls_it(monkeypatch: pytest.MonkeyPatch) -> None:
     active = types.SimpleNamespace(active=types.SimpleNamespace())
     monkeypatch.setattr(driver.triton.runtime, "driver", active)

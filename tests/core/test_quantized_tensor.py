@@ -165,6 +165,22 @@ def test_calls_in_inference_mode(call: str, name: str) -> None:
     close(CALLS[call](X, weight), X.double() @ values.T)
 
 
+@pytest.mark.parametrize("name", ["int8", "int4", "fp8", "mxfp4"])
+def test_sizes_of_a_problem_count_values(name: str) -> None:
+    """On either side of the product, also where an element has two."""
+    weight, stack = made(name, 24, 256)[0], made(name, 3, 24, 256)[0]
+    x = torch.randn(256, 5).to(weight.dtype)
+    sizes = {
+        "left": tmm_core.problem(weight, x), "right": tmm_core.problem(x.T, weight.T),
+        "left stack": tmm_core.problem(stack, x.expand(3, 256, 5)),
+        "groups": tmm_core.problem(x.T, stack.mT, offs=torch.tensor([1, 2, 5], dtype=torch.int32)),
+    }  # fmt: skip
+    assert {side: (each.m, each.n, each.k) for side, each in sizes.items()} == {
+        "left": (24, 5, 256), "right": (5, 24, 256), "left stack": (24, 5, 256),
+        "groups": (5, 24, 256),
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize("inference", [False, True])
 def test_the_parts_decide_about_inference_mode(inference: bool) -> None:
     """A tensor of parts that torch can view has views, whenever it was made."""

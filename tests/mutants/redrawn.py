@@ -298,4 +298,17 @@ REDRAWN = [
            "a variable of another module of the package changes no key",
            ("tests/core/test_identity.py::"
             "test_the_variables_of_a_package_belong_to_its_functions",)),
+    Mutant("redrawn-values-in-an-element", "spec/problem.py",
+           "k=a.shape[-1] * of_a.pack", "k=a.shape[-1]",
+           "a packed left operand has half of its K",
+           ("tests/core/test_quantized_tensor.py::test_sizes_of_a_problem_count_values",)),
+    Mutant("redrawn-scales-apart", "nn/joint_storage.py",
+           "if stored is None or scale is None:", "if stored is None:",
+           "quantised layers fail whose numbers alone are adjacent",
+           (f"{NN}::test_quantised_weights_are_one_if_codes_and_scales_are",)),
+    Mutant("redrawn-grid-in-another-order", "triton/releases.py",
+           "    if not _holds(noted[0], grid):\n        return None\n", "",
+           "a later Triton is launched with a grid in another order",
+           ("tests/core/test_launch.py::"
+            "test_a_launcher_object_with_another_grid_is_left_to_triton",)),
 ]  # fmt: skip
