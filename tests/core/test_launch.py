@@ -326,6 +326,16 @@ def test_a_launch_on_another_device_makes_it_current(noted: Noted, release: str)
     assert len(noted.devices) == 2
 
 
+def test_auxiliary_outputs_follow_a_launch_to_its_device(noted: Noted) -> None:
+    bound = compiled(noted, {"out": "*bf16", "y": "*bf16"}, "3.7", device=1)
+    step = Step(bound, (1, 1, 1), {"out": "out", "y": "output_0"})
+    run = launcher([step], (2, 2), BF16, outputs=1)
+    a, more = zeros(2, 2), zeros(2)
+    out = run(a, a, None, None, 1.0, None, outputs=(more,))
+    assert noted.devices == [1]
+    assert noted.arguments("3.7") == [[out.data_ptr(), more.data_ptr()]]
+
+
 @pytest.mark.parametrize(
     ("extras", "strides"), [((), (6, 1)), (("offs",), (8, 1)), (("a_index", "offs"), (8, 1))]
 )
