@@ -16,6 +16,7 @@ values that ``wgmma`` expects in its registers.
   registers for two sums, and a step has several groups of 32. In both cases the weight's values
   are multiplied by their scale and rounded to 16 bits, as dequantising does.
 * Blocks are persistent: the next tile's operands arrive while the last tile is stored.
+* Where the last wave of tiles is incomplete, blocks may share the last tiles equally (stream-K).
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from tmm_core import ANY, ConfigError, Machine, Operand, Problem, Supports
 from tmm_core.triton import SEARCH_LIMITED, Described
 from tmm_triton import roofline, word_decoders
 from tmm_triton.mixed_input_device import mixed_input_kernel
-from tmm_triton.operands import Build, TileConfig, Typed, build, check, kind
+from tmm_triton.operands import Build, TileConfig, Typed, Zeros, build, check, kind
 from tmm_triton.partials import MOST_WORKSPACE, reduction
 from tmm_triton.pdl import ways
 from tmm_triton.triton_kernel import FLOATS, Built, missing_toolchain, unsteppable
@@ -53,13 +54,15 @@ _REGISTERS: dict[bool, dict[int, tuple[int, int]]] = {
     False: {1: (240, 24), 2: (240, 24), 3: (160, 24), 4: (112, 24)},
     True: {1: (240, 80), 2: (216, 80), 3: (144, 80), 4: (112, 64)},
 }
+#: Minimum rows of a tile of ``a`` whose consumers start their products in turn.
+_IN_TURN = 128
 #: Rows of a tile of ``a`` that three warps can rearrange while others multiply.
 _MOST_ARRANGED = 32
 #: A digest of the device code, for Triton's cache key (:class:`Constants`).
 _SOURCE = hashlib.sha256(
     b"".join(
         pkgutil.get_data("tmm_triton", name) or b""  # also from a zip
-        for name in ("mixed_input.py", "mixed_input_device.py")
+        for name in ("mixed_input.py", "mixed_input_device.py", "stream_k.py")
     )
 ).hexdigest()[:12]
 
@@ -77,6 +80,8 @@ class MixedInputConfig(TileConfig):
         consumers: Number of consumers that share the tile.
         k_ways: Number of consumers that share the steps along K, for the same columns.
         splits: Parts along K, added by a second kernel.
+        stream_k: Blocks take equal shares of the last tiles (:mod:`tmm_triton.stream_k`), if there
+            are more tiles than blocks.
         evict_first: Operands are loaded with the ``evict_first`` hint.
         arranged: Values along K are multiplied in an order that makes a thread's stored pairs
             neighbours. A warp brings ``a`` into the same order.
@@ -88,6 +93,7 @@ class MixedInputConfig(TileConfig):
     k_ways: int = 1
     evict_first: bool = False
     arranged: bool = False
+    stream_k: bool = False
     num_warps: int = 4
     early: str = ""
 
@@ -103,6 +109,8 @@ class MixedInputConfig(TileConfig):
         if self.num_stages % self.k_ways or self.num_stages == self.k_ways:
             # Each consumer has its own stages, and holds one while it waits for the next.
             raise ValueError(f"{self.k_ways} consumers cannot share {self.num_stages} stages")
+        if self.stream_k and self.splits > 1:
+            raise ValueError("either splits or stream_k")
         if self.arranged and self.BLOCK_M > _MOST_ARRANGED:
             raise ValueError(f"at most {_MOST_ARRANGED} rows are arranged, not {self.BLOCK_M}")
         if self.BLOCK_N // self.n_ways not in (_WGMMA, 2 * _WGMMA):
@@ -188,6 +196,9 @@ class Constants(MixedInputConfig):
             method is None or (config.BLOCK_M <= 128 and not _groups_share_step(b))
         )
         scaled = method if b.grid and not promoted else None
+        # At most two blocks share a tile.
+        shared = config.stream_k and _work_units(problem, config) > problem.device.sm_count
+        config = replace(config, stream_k=shared and problem.groups is None)
         return cls(
             **vars(config),
             HALVES=2 if problem.gated else 1,
@@ -217,6 +228,13 @@ class Constants(MixedInputConfig):
     def parts(self) -> int:
         """Groups of values per step."""
         return max(1, self.BLOCK_K // self.GROUP) if self.GROUP else 1
+
+    @property
+    def in_turn(self) -> bool:
+        """Whether consumers start their products one after the other. Otherwise products that start
+        together also end together, and the tensor cores are idle while all consumers decode. Tiles
+        of fewer rows lose more time by waiting."""
+        return self.BLOCK_M >= _IN_TURN and self.consumers > 1 == self.k_ways
 
     @property
     def stage_bytes(self) -> int:
@@ -353,6 +371,9 @@ _TRIED = 8
 _MOST_STAGES = 12
 #: Minimum K of a part.
 _LEAST_PART = 512
+#: Minimum rows of a tile of ``a`` for stream-K. With fewer rows, handing a part over takes longer
+#: than equal shares save.
+_SHARED = 64
 #: Maximum rows for which operands are loaded with ``evict_first``, which gains up to 5 %.
 _EVICTED = 64
 #: Constants of the estimate, in µs: of a launch, of a step, and per element to store. Then per
@@ -368,6 +389,9 @@ _BROUGHT = 2.15e5
 _DECODE_ARRANGED, _ARRANGE_US = 0.805, 1.01
 #: µs of the reducing kernel, and for each partial sum.
 _REDUCE_US, _PARTIAL_US = 2.0, 1.07e-6
+#: µs to hand a part of a tile to another block, and for each of its elements
+#: (``h200/stream_k.txt``).
+_HAND_US, _PART_US = 0.5, 2.5e-4
 #: Four activities of a tile overlap in part. The tile takes the norm of their times of this order:
 #: more than the longest of them, and less than their sum.
 _OVERLAP = 2.5
@@ -385,7 +409,7 @@ class MixedInput(Built[MixedInputConfig]):
     """16-bit rows, and a weight of packed numbers contiguous along K, on Hopper."""
 
     name = "triton.mixed_input"
-    version = "3"
+    version = "4"
     config_type = MixedInputConfig
     supports = Supports(
         devices=("cuda",),
@@ -427,6 +451,8 @@ class MixedInput(Built[MixedInputConfig]):
         """Named by what affects a row's sums: the division of K, and whether sums or values are
         multiplied by scales. The tile's rows and columns do not."""
         c = Constants.of(problem, config)
+        if c.stream_k:
+            return None  # M decides where tiles are cut
         how = ("promoted" if c.PROMOTED else "rounded") + "/arranged" * c.arranged
         return f"{self.name}/{c.BLOCK_K}/{c.k_ways}/{c.splits}/{how}"
 
@@ -474,7 +500,10 @@ class MixedInput(Built[MixedInputConfig]):
                 stages = 2 * share + spare // Constants.of(problem, config).stage_bytes
                 stages = min(_MOST_STAGES, stages) // share * share
                 if spare >= 0 and config.registers(problem) <= _MOST_REGISTERS[consumers]:
-                    yield replace(config, num_stages=stages)
+                    config = replace(config, num_stages=stages)
+                    yield config
+                    if m >= _SHARED and _last_wave_is_incomplete(problem, config):
+                        yield replace(config, stream_k=True)
 
     def _splits(self, problem: Problem, m: int, n: int, k: int) -> list[int]:
         """Numbers of parts of K: one, and as many as fill the GPU with one tile each."""
@@ -507,13 +536,19 @@ class MixedInput(Built[MixedInputConfig]):
         times = (-(-steps // c.k_ways) * latency, steps * work, steps * reading, steps * filling)
         tile = roofline.overlapping(times, _OVERLAP) + c.rows * c.BLOCK_M * _STORE_US
         time = -(-units // machine.sms) * tile
+        if c.stream_k:
+            time = units / machine.sms * tile + _HAND_US
+            time += c.n_ways * c.rows * c.BLOCK_M * _PART_US
         if c.splits > 1:
             time += _REDUCE_US + c.splits * problem.m * problem.n * _PARTIAL_US
         return launch + time
 
     def workspace_bytes(self, problem: Problem, config: MixedInputConfig) -> int:
+        c, blocks = Constants.of(problem, config), _blocks(problem, config)
         if problem.groups is not None:
-            return 4 * _blocks(problem, config) * problem.groups.count  # each block's table
+            return 4 * blocks * problem.groups.count  # each block's table
+        if c.stream_k:
+            return 4 * blocks * c.n_ways * c.rows * c.BLOCK_M
         return 4 * config.splits * problem.m * problem.n if config.splits > 1 else 0
 
     def builds(self, problem: Problem, config: MixedInputConfig) -> list[Build]:
@@ -524,6 +559,9 @@ class MixedInput(Built[MixedInputConfig]):
         }
         if split:
             own["partials_ptr"] = ("*fp32", "workspace")
+        if c.stream_k:
+            own["partials_ptr"] = ("*fp32", "workspace")
+            own["flags_ptr"] = "*i32", Zeros(_blocks(problem, c) * c.n_ways)
         if groups is not None:
             own["table_ptr"] = "*i32", "workspace"
             if kind(problem.b) == "row":
@@ -570,6 +608,13 @@ def _work_units(problem: Problem, config: MixedInputConfig) -> int:
     rows, count = _rows_per_group(problem)
     tile_rows = count * -(-rows // config.BLOCK_M)
     return tile_rows * -(-problem.n // config.BLOCK_N) * config.splits
+
+
+def _last_wave_is_incomplete(problem: Problem, config: MixedInputConfig) -> bool:
+    """Whether some blocks have a tile more than others, and may share these tiles."""
+    sms, tiles = problem.device.sm_count, _work_units(problem, config)
+    one = problem.groups is None and not problem.batch_invariant and config.splits == 1
+    return one and tiles > sms and tiles % sms != 0
 
 
 def _blocks(problem: Problem, config: MixedInputConfig) -> int:

@@ -16,6 +16,14 @@ from tmm_core.triton import factors, releases
 from tmm_triton.blocks import store
 from tmm_triton.ragged import finish
 from tmm_triton.ragged_tiles import find_tile, store_table, zero_beyond
+from tmm_triton.stream_k import (
+    add,
+    await_flag,
+    own_share,
+    reset_flag,
+    set_flag,
+    start_of_share,
+)
 
 async_load = releases.async_load
 
@@ -27,6 +35,14 @@ def _slot(position, C: gl.constexpr):
 
 
 @jit
+def _next_slot(stage, phase, C: gl.constexpr):
+    """The same of a consumer's next step: without a division, which would delay the step."""
+    stage += C.k_ways
+    wraps = stage >= C.num_stages
+    return gl.where(wraps, stage - C.num_stages, stage), gl.where(wraps, phase ^ 1, phase)
+
+
+@jit
 def _rounds(first, last, C: gl.constexpr):
     """How many steps along K each of the consumers of the same columns takes. So a stage belongs
     to the same consumer in every tile. An mbarrier shows only the parity of its phase, so no warp
@@ -35,34 +51,66 @@ def _rounds(first, last, C: gl.constexpr):
 
 
 @jit
-def _units_of(sizes, C: gl.constexpr):
-    """The number of units of work: parts of tiles."""
-    _M, N, _K, tile_rows, _groups = sizes
-    return tile_rows * gl.cdiv(N, C.BLOCK_N) * C.splits
-
-
-@jit
-def _range_of_k(index, sizes, C: gl.constexpr):
-    """The part of K to sum: its number, first step and end."""
+def _work_of(sizes, C: gl.constexpr):
+    """A block's units of work, which are tiles or parts of them: the first, their end, and their
+    distance. With stream-K also the number of whole tiles, and what the block has of the tiles that
+    blocks share: its first tile, its first round and the end of its rounds."""
     _M, N, K, tile_rows, _groups = sizes
-    part = index // (tile_rows * gl.cdiv(N, C.BLOCK_N))
-    steps = gl.cdiv(K, C.BLOCK_K)
-    return part, steps * part // C.splits, steps * (part + 1) // C.splits
+    tiles = tile_rows * gl.cdiv(N, C.BLOCK_N)
+    blocks = gl.num_programs(0)
+    if C.stream_k:
+        # More than a tile for each block, so that at most two blocks share a tile.
+        whole = tiles // blocks - 1
+        rounds = _rounds_of_tile(K, C)
+        total = (tiles - whole * blocks) * rounds
+        begin = start_of_share(own_share(), total)
+        end = start_of_share(own_share() + 1, total)
+        tile = begin // rounds
+        return 0, whole + gl.cdiv(end, rounds) - tile, 1, (whole, tile, begin, end)
+    else:  # noqa: RET505 (Triton compiles what follows a return)
+        return gl.program_id(0), tiles * C.splits, blocks, 0
 
 
 @jit
-def _unit_at(index, sizes, C: gl.constexpr):
+def _rounds_of_tile(K, C: gl.constexpr):
+    """How many times the consumers of the same columns take a step each in a tile. The last round
+    also has the steps that remain."""
+    return gl.cdiv(K, C.BLOCK_K) // C.k_ways
+
+
+@jit
+def _range_of_k(unit, work, sizes, C: gl.constexpr):
+    """The part of K to sum: its number, first step and end; and the index of the tile."""
+    _M, N, K, tile_rows, _groups = sizes
+    steps = gl.cdiv(K, C.BLOCK_K)
+    if C.stream_k:
+        whole, tile, begin, end = work[3]
+        tile += unit - whole
+        start = tile * _rounds_of_tile(K, C)
+        is_shared = unit >= whole
+        is_cut = is_shared & (end < start + _rounds_of_tile(K, C))
+        first = gl.where(is_shared, gl.maximum(begin - start, 0) * C.k_ways, 0)
+        last = gl.where(is_cut, (end - start) * C.k_ways, steps)
+        of_block = gl.program_id(0) + unit * gl.num_programs(0)
+        return 0, first, last, gl.where(is_shared, whole * gl.num_programs(0) + tile, of_block)
+    else:  # noqa: RET505 (Triton compiles what follows a return)
+        tiles = tile_rows * gl.cdiv(N, C.BLOCK_N)
+        part = unit // tiles
+        return part, steps * part // C.splits, steps * (part + 1) // C.splits, unit - part * tiles
+
+
+@jit
+def _unit_at(unit, work, sizes, C: gl.constexpr):
     """A tile's group, first row of ``a``, the end of its rows, and its first column; and the part
     of K. Neighbouring blocks read the same rows of the weight."""
-    M, N, _K, tile_rows, groups = sizes
-    range_of_k = _range_of_k(index, sizes, C)
-    index -= range_of_k[0] * tile_rows * gl.cdiv(N, C.BLOCK_N)
+    M, _N, _K, tile_rows, groups = sizes
+    part, first, last, index = _range_of_k(unit, work, sizes, C)
     group = 0
     row = index % tile_rows * C.BLOCK_M
     end = M
     if C.RAGGED:
         group, row, end = find_tile(index % tile_rows, groups, M, C.BLOCK_M)
-    return (group, row, end, index // tile_rows * C.BLOCK_N), range_of_k
+    return (group, row, end, index // tile_rows * C.BLOCK_N), (part, first, last)
 
 
 @jit
@@ -70,15 +118,16 @@ def produce(loads, C: gl.constexpr):
     """The producer: requests the boxes of each step from TMA as soon as a stage is free."""
     a_desc, b_desc, ring, barriers, sizes = loads
     a_ring, b_ring = ring
-    full, empty, landed = barriers
+    full, empty, landed, _turns = barriers
     BOXES: gl.constexpr = C.n_ways * C.HALVES
     HIGH: gl.constexpr = C.high
     OF_A: gl.constexpr = 2 * C.BLOCK_M * C.BLOCK_K
     BYTES: gl.constexpr = C.stage_bytes - OF_A if C.arranged else C.stage_bytes
     BOX: gl.constexpr = [1, HIGH, C.wide]
     position = 0
-    for index in range(gl.program_id(0), _units_of(sizes, C), gl.num_programs(0)):
-        tile, range_of_k = _unit_at(index, sizes, C)
+    work = _work_of(sizes, C)
+    for unit in range(work[0], work[1], work[2]):
+        tile, range_of_k = _unit_at(unit, work, sizes, C)
         group, m, _end, n = tile
         _part, first, last = range_of_k
         for step in range(first, first + _rounds(first, last, C) * C.k_ways):
@@ -119,7 +168,7 @@ def arrange(loads, WHO: gl.constexpr, C: gl.constexpr):
     if C.arranged:
         _a_desc, _b_desc, ring, barriers, sizes = loads
         a_ring = ring[0]
-        full, _empty, landed = barriers
+        full, _empty, landed, _turns = barriers
         ROWS: gl.constexpr = C.at_once
         BLOCK_K: gl.constexpr = C.BLOCK_K
         LAYOUT: gl.constexpr = C.a_rows
@@ -129,8 +178,9 @@ def arrange(loads, WHO: gl.constexpr, C: gl.constexpr):
         FOURS: gl.constexpr = [ROWS, 4, BLOCK_K // 32, 2, 4]
         CHUNKS: gl.constexpr = C.BLOCK_M // ROWS
         positions = 0
-        for index in range(gl.program_id(0), _units_of(sizes, C), gl.num_programs(0)):
-            _part, first, last = _range_of_k(index, sizes, C)
+        work = _work_of(sizes, C)
+        for unit in range(work[0], work[1], work[2]):
+            _part, first, last, _tile = _range_of_k(unit, work, sizes, C)
             positions += _rounds(first, last, C) * C.k_ways
         for position in range(positions):
             stage, phase = _slot(position, C)
@@ -149,36 +199,49 @@ def arrange(loads, WHO: gl.constexpr, C: gl.constexpr):
 
 
 @jit
-def _numbers(grid, rows, step, last, K, C: gl.constexpr):
-    """The scales or zero points of the weight's rows at a step, [rows, parts]; zeros from step
-    ``last`` on."""
-    pointer, stride_z, stride_n, stride_k = grid
-    group, row, part, inside = rows
-    at = row // C.OUTER * stride_n
-    inside = inside & (part < C.parts) & (step < last)
+def _column(step, C: gl.constexpr):
+    """The first group of a step along K."""
     if C.GROUP > C.BLOCK_K:
-        at += step // (C.GROUP // C.BLOCK_K) * stride_k
+        step = step // (C.GROUP // C.BLOCK_K)
     elif C.GROUP:
-        column = step * C.parts + part
-        inside = inside & (column < gl.cdiv(K, C.GROUP))
-        at = at + column * stride_k
-    if C.RAGGED:
-        pointer += group * stride_z
-    return gl.load(pointer + at, mask=inside, other=0)
+        step = step * C.parts
+    return step
 
 
 @jit
-def _of_step(numbers, step, last, K, C: gl.constexpr):
-    """The scales and zero points of a step; 0 where there are none, because a loop carries numbers
-    only."""
-    scales, zeros, rows = numbers
+def _numbers_at(grid, rows, step, C: gl.constexpr):
+    """Addresses of the scales or zero points of the weight's rows at a step, [rows, parts]."""
+    pointer, stride_z, stride_n, stride_k = grid
+    group, row, part, _inside = rows
+    at = row // C.OUTER * stride_n
+    if C.GROUP:
+        at = at + (_column(step, C) + part) * stride_k
+    if C.RAGGED:
+        pointer += group * stride_z
+    return pointer + at
+
+
+@jit
+def _of_step(at, grids, rows, step, last, K, C: gl.constexpr):
+    """The scales and zero points of a step, and the addresses of the consumer's next one. Nothing
+    reads what is returned for steps from ``last`` on."""
+    scales_at, zeros_at = at
+    _group, _row, part, inside = rows
+    inside = inside & (step < last)
+    if C.parts > 1:
+        inside = inside & (_column(step, C) + part < gl.cdiv(K, C.GROUP))
+    further = _column(step + C.k_ways, C) - _column(step, C)
+    # A loop carries numbers only, so 0 stands for what is absent.
     scale = 0
     zero = 0
     if C.GROUP:
-        scale = _numbers(scales, rows, step, last, K, C)
+        scale = gl.load(scales_at, mask=inside)
+        scales_at += further * grids[0][3]
     if C.ZERO:
-        zero = _numbers(zeros, rows, step, last, K, C)
-    return scale, zero
+        zero = gl.load(zeros_at, mask=inside)
+        if C.GROUP:
+            zeros_at += further * grids[1][3]
+    return scale, zero, (scales_at, zeros_at)
 
 
 @jit
@@ -262,10 +325,16 @@ def _values(units, zero, scale, T: gl.constexpr, C: gl.constexpr):
 
 
 @jit
-def _start(values, a_ring, stage, acc, C: gl.constexpr):
-    """Start a step's products."""
+def _start(values, a_ring, stage, acc, turns, turn, WHO: gl.constexpr, C: gl.constexpr):
+    """Start a step's products; with ``in_turn`` after the previous consumer has started its own."""
+    if C.in_turn:
+        mbarrier.wait(turns.index(WHO), turn)
     a = a_ring.index(stage).permute((1, 0))
-    return warpgroup_mma(values, a, acc, use_acc=not C.PROMOTED, is_async=True)
+    part = warpgroup_mma(values, a, acc, use_acc=not C.PROMOTED, is_async=True)
+    if C.in_turn:
+        NEXT: gl.constexpr = (WHO + 1) % C.consumers
+        mbarrier.arrive(turns.index(NEXT))
+    return part
 
 
 @jit
@@ -289,10 +358,13 @@ def consume(sums, EPILOGUE: gl.constexpr, WHO: gl.constexpr, C: gl.constexpr):
     Only loads and address arithmetic happen while ``wgmma`` runs: ptxas waits after every
     instruction if anything defines a register operand of the next ones in between. The other
     consumers then keep the tensor cores busy.
+
+    Addresses and stages are advanced, not computed from the step. ptxas places such arithmetic in
+    front of ``wgmma``, where a multiplication or division of 64 bits delays it.
     """
-    ring, barriers, sizes, scales, zeros, exchange, target = sums
+    ring, barriers, sizes, grids, exchange, parts, target = sums
     a_ring, b_ring = ring
-    full, empty, _landed = barriers
+    full, empty, _landed, turns = barriers
     N = sizes[1]
     K = sizes[2]
     T: gl.constexpr = a_ring.dtype
@@ -306,10 +378,14 @@ def consume(sums, EPILOGUE: gl.constexpr, WHO: gl.constexpr, C: gl.constexpr):
     KTH: gl.constexpr = WHO // C.n_ways
     own = gl.expand_dims(gl.arange(0, ROWS, gl.SliceLayout(1, NUMBERS)), 1)
     part_of_step = gl.expand_dims(gl.arange(0, PARTS, gl.SliceLayout(0, NUMBERS)), 0)
-    start = 0
-    turn = 0
-    for index in range(gl.program_id(0), _units_of(sizes, C), gl.num_programs(0)):
-        tile, range_of_k = _unit_at(index, sizes, C)
+    stage = KTH
+    phase = 0
+    # A fresh barrier counts as having completed phase −1: the first consumer begins.
+    turn = 1 if WHO == 0 else 0
+    exchanges = 0
+    work = _work_of(sizes, C)
+    for unit in range(work[0], work[1], work[2]):
+        tile, range_of_k = _unit_at(unit, work, sizes, C)
         group, m, end, n = tile
         part_of_k, first, last = range_of_k
         n += NTH * HIGH
@@ -317,40 +393,105 @@ def consume(sums, EPILOGUE: gl.constexpr, WHO: gl.constexpr, C: gl.constexpr):
         rows = (group, row, part_of_step, n + own % HIGH < N)
         acc = gl.zeros([ROWS, BLOCK_M], gl.float32, SUMS)
         begin = first + KTH
-        numbers = (scales, zeros, rows)
-        scale, zero = _of_step(numbers, begin, last, K, C)
-        scale_1, zero_1 = _of_step(numbers, begin + C.k_ways, last, K, C)
-        position = start + KTH
-        stage, phase = _slot(position, C)
+        at = (0, 0)
+        if C.GROUP:
+            at = (_numbers_at(grids[0], rows, begin, C), 0)
+        if C.ZERO:
+            at = (at[0], _numbers_at(grids[1], rows, begin, C))
+        scale, zero, at = _of_step(at, grids, rows, begin, last, K, C)
+        scale_1, zero_1, at = _of_step(at, grids, rows, begin + C.k_ways, last, K, C)
         mbarrier.wait(full.index(stage), phase)
         values = _values(_units(b_ring, stage, NTH, C), zero, scale, T, C)
         for step in range(begin, last - C.k_ways, C.k_ways):
-            part = _start(values, a_ring, stage, acc, C)
-            position += C.k_ways
-            following, phase = _slot(position, C)
+            part = _start(values, a_ring, stage, acc, turns, turn, WHO, C)
+            turn ^= 1
+            following, phase = _next_slot(stage, phase, C)
             mbarrier.wait(full.index(following), phase)
             units = _units(b_ring, following, NTH, C)
-            scale_2, zero_2 = _of_step(numbers, step + 2 * C.k_ways, last, K, C)
+            scale_2, zero_2, at = _of_step(at, grids, rows, step + 2 * C.k_ways, last, K, C)
             part, values, units = warpgroup_mma_wait(0, deps=(part, values, units))
             mbarrier.arrive(empty.index(stage))
             acc = _added(acc, part, scale, C)
             values = _values(units, zero_1, scale_1, T, C)
             stage = following
             scale, scale_1, zero_1 = scale_1, scale_2, zero_2
-        part = _start(values, a_ring, stage, acc, C)
+        part = _start(values, a_ring, stage, acc, turns, turn, WHO, C)
+        turn ^= 1
         part, values = warpgroup_mma_wait(0, deps=(part, values))
         mbarrier.arrive(empty.index(stage))
         acc = _added(acc, part, scale, C)
-        start += _rounds(first, last, C) * C.k_ways
-        if position + C.k_ways < start:  # a stage without a step
-            stage, phase = _slot(position + C.k_ways, C)
-            mbarrier.wait(full.index(stage), phase)
+        stage, phase = _next_slot(stage, phase, C)
+        if begin + (_rounds(first, last, C) - 1) * C.k_ways >= last:
+            mbarrier.wait(full.index(stage), phase)  # a stage without a step
             mbarrier.arrive(empty.index(stage))
+            stage, phase = _next_slot(stage, phase, C)
         if C.k_ways > 1:
-            acc = _exchanged(acc, exchange, turn, NTH, KTH, C)
-            turn ^= 1
+            acc = _exchanged(acc, exchange, exchanges, NTH, KTH, C)
+            exchanges ^= 1
         if KTH == 0:
-            _store_tile(acc, (group, m, end, n), part_of_k, sizes, scales, target, EPILOGUE, C)
+            stores = True
+            if C.stream_k:
+                stores = first == 0
+                if not stores:
+                    _store_part(acc, parts, NTH, C)
+                elif last < gl.cdiv(K, C.BLOCK_K):
+                    acc = _with_part(acc, parts, NTH, C)
+            if stores:
+                tile = (group, m, end, n)
+                _store_tile(acc, tile, part_of_k, sizes, grids[0], target, EPILOGUE, C)
+
+
+@jit
+def _by_thread(acc, C: gl.constexpr):
+    """``wgmma``'s sums as [registers, threads], so that addresses are a thread's and a constant."""
+    SPLIT: gl.constexpr = [C.rows // 64, 4, 2, 8, C.BLOCK_M // 8, 4, 2]
+    FLAT: gl.constexpr = [C.rows * C.BLOCK_M // 128, 128]
+    return acc.reshape(SPLIT).permute((0, 2, 4, 6, 1, 3, 5)).reshape(FLAT)
+
+
+@jit
+def _by_row(acc, C: gl.constexpr):
+    """The reverse of :func:`_by_thread`."""
+    SUMS: gl.constexpr = C.sums
+    SPLIT: gl.constexpr = [C.rows // 64, 2, C.BLOCK_M // 8, 2, 4, 8, 4]
+    FLAT: gl.constexpr = [C.rows, C.BLOCK_M]
+    acc = acc.reshape(SPLIT).permute((0, 4, 1, 5, 2, 6, 3)).reshape(FLAT)
+    return gl.convert_layout(acc, SUMS, assert_trivial=True)
+
+
+@jit
+def _part_at(parts, share, acc, NTH: gl.constexpr, C: gl.constexpr):
+    """Addresses in the workspace of a consumer's sums of a share's first tile, and their flag."""
+    LAYOUT: gl.constexpr = acc.type.layout
+    REGISTERS: gl.constexpr = acc.shape[0]
+    THREADS: gl.constexpr = acc.shape[1]
+    which = share * C.n_ways + NTH
+    register = gl.expand_dims(gl.arange(0, REGISTERS, gl.SliceLayout(1, LAYOUT)), 1)
+    thread = gl.expand_dims(gl.arange(0, THREADS, gl.SliceLayout(0, LAYOUT)), 0)
+    # In two additions, so that all registers have the thread's address and a constant.
+    of_thread = parts[0] + which * (REGISTERS * THREADS) + thread
+    return of_thread + register * THREADS, parts[1] + which
+
+
+@jit
+def _store_part(acc, parts, NTH: gl.constexpr, C: gl.constexpr):
+    """Store the sum over a part of a tile for the block with the tile's first steps."""
+    acc = _by_thread(acc, C)
+    at, flag = _part_at(parts, own_share(), acc, NTH, C)
+    gl.store(at, acc)
+    set_flag(flag)
+
+
+@jit
+def _with_part(acc, parts, NTH: gl.constexpr, C: gl.constexpr):
+    """Add the sum over a tile's last steps, which the next share begins with."""
+    acc = _by_thread(acc, C)
+    at, flag = _part_at(parts, own_share() + 1, acc, NTH, C)
+    await_flag(flag)
+    # Written by another SM: bypass this one's L1.
+    acc = add(acc, gl.load(at, cache_modifier=".cg"))
+    reset_flag(flag)
+    return _by_row(acc, C)
 
 
 @jit
@@ -426,7 +567,7 @@ def _store_tile(acc, tile, part, sizes, scales, target, EPILOGUE: gl.constexpr, 
 
 @jit
 def mixed_input_kernel(
-    a_desc, b_desc, bias_ptr, residual_ptr, out_ptr, partials_ptr, M, N, K,
+    a_desc, b_desc, bias_ptr, residual_ptr, out_ptr, partials_ptr, flags_ptr, M, N, K,
     stride_rm, stride_rn, stride_om, stride_on, stride_biasz, stride_bias, alpha,
     b_scale_ptr, b_zero_ptr, stride_bsz, stride_bsk, stride_bsn, stride_0z, stride_0k, stride_0n,
     offs_ptr, table_ptr, G, out_index_ptr, out_weights_ptr,
@@ -465,9 +606,16 @@ def mixed_input_kernel(
         gdc_wait()
         gdc_launch_dependents()
     ring = (a_ring, b_ring)
-    barriers = (full, empty, landed)
+    turns = full
+    if C.in_turn:
+        CONSUMERS: gl.constexpr = C.consumers
+        turns = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
+        for i in gl.static_range(CONSUMERS):
+            mbarrier.init(turns.index(i), count=1)
+    barriers = (full, empty, landed, turns)
     groups = (offs_ptr, table_ptr, G)
     tile_rows = gl.cdiv(M, C.BLOCK_M)
+    parts = (partials_ptr, flags_ptr)
     if C.RAGGED:
         groups = (offs_ptr, table_ptr + gl.program_id(0) * G, G)
         tile_rows = store_table(groups, M, C.BLOCK_M, 4)
@@ -480,7 +628,8 @@ def mixed_input_kernel(
     bias = (bias_ptr, stride_biasz, stride_bias)
     residual = (residual_ptr, stride_rm, stride_rn)
     target = (out, bias, residual, alpha, (out_index_ptr, out_weights_ptr), partials_ptr)
-    sums = (ring, barriers, sizes, scales, zeros, exchange, target)
+    grids = (scales, zeros)
+    sums = (ring, barriers, sizes, grids, exchange, parts, target)
     loads = (a_desc, b_desc, ring, barriers, sizes)
     # Triton accepts the roles only as a list in the call. In a sum of lists it would unwrap the
     # constants of the second list, and then refuse None.

@@ -105,6 +105,35 @@ def test_every_config_is_right_and_repeats_its_bits(m: int, k: int) -> None:
         assert y.equal(again)
 
 
+@pytest.mark.parametrize(("m", "n"), [(64, 9608), (70, 20488), (300, 17000)])
+@pytest.mark.parametrize("epilogue", [None, "swiglu"])
+def test_blocks_share_the_last_tiles(m: int, n: int, epilogue: str | None) -> None:
+    """Streams that run at the same time have their own flags."""
+    width, k = n * (2 if epilogue else 1), 1152
+    w, values = weight("int4", width, k, 64, BF16)
+    x = torch.randn(m, k, device="cuda", dtype=BF16) / k**0.5
+    expected = x.double() @ values.T
+    if epilogue:
+        gate, up = expected.chunk(2, dim=-1)
+        expected = torch.nn.functional.silu(gate) * up
+    plan = tmm_core.plan(x, w.t(), kernel=KERNEL, epilogue=epilogue)
+    shared = [config for config in MixedInput().configs(plan.problem) if config.stream_k]
+    assert shared
+    other = torch.cuda.Stream()
+    for config in shared:
+        call = functools.partial(linear, x, w, config=config.to_json(), epilogue=epilogue)
+        y = call()
+        close(y, expected)
+        other.wait_stream(torch.cuda.current_stream())
+        for _ in range(20):
+            with torch.cuda.stream(other):
+                beside = call()
+            again = call()
+        torch.cuda.synchronize()
+        assert y.equal(again)
+        assert y.equal(beside)
+
+
 @pytest.mark.parametrize("form", ["int4", "fp8", "mxfp4"])
 @pytest.mark.parametrize("epilogue", [None, "swiglu"])
 def test_groups_of_rows(form: str, epilogue: str | None) -> None:

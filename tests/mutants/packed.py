@@ -14,6 +14,7 @@ STREAMING = "tmm_triton/streaming.py"
 STREAMED = ("tests/plugins/test_streaming.py::test_arithmetic_addresses_masks",)
 ARRANGED = (f"{MIXED}::test_values_along_k_in_the_order_of_the_stored_pairs",)
 GROUPS = (f"{MIXED}::test_groups_of_rows",)
+STREAM_K = (f"{MIXED}::test_blocks_share_the_last_tiles",)
 
 PACKED = [
     Mutant(
@@ -75,15 +76,15 @@ PACKED = [
     Mutant(
         "mixed-own-stage",
         DEVICE,
-        "start += _rounds(first, last, C) * C.k_ways",
-        "start += last - first",
-        "a consumer waits for a phase that has not begun",
+        "            stage, phase = _next_slot(stage, phase, C)\n        if C.k_ways > 1:",
+        "        if C.k_ways > 1:",
+        "a consumer waits for a stage that it has released",
         SHARED,
     ),
     Mutant(
         "mixed-empty-stage",
         DEVICE,
-        "        if position + C.k_ways < start:",
+        "        if begin + (_rounds(first, last, C) - 1) * C.k_ways >= last:",
         "        if False:",
         "nobody releases a stage without a step",
         SHARED,
@@ -91,8 +92,8 @@ PACKED = [
     Mutant(
         "mixed-turn",
         DEVICE,
-        "            turn ^= 1\n",
-        "            turn = 0\n",
+        "            exchanges ^= 1\n",
+        "            exchanges = 0\n",
         "sums of the tile before are added",
         SHARED,
     ),
@@ -115,8 +116,8 @@ PACKED = [
     Mutant(
         "mixed-small-groups",
         DEVICE,
-        "        column = step * C.parts + part\n",
-        "        column = step + part\n",
+        "        step = step * C.parts\n",
+        "        step = step\n",
         "groups of 32 have other groups' scales",
         SCALES,
     ),
@@ -135,6 +136,78 @@ PACKED = [
         "        pointer += 0\n",
         "every group has the scales of the first",
         GROUPS,
+    ),
+    Mutant(
+        "mixed-slot-wraps",
+        DEVICE,
+        "gl.where(wraps, phase ^ 1, phase)",
+        "phase ^ 1",
+        "a consumer reads a stage before its operands have arrived",
+        SHARED,
+    ),
+    Mutant(
+        "mixed-next-numbers",
+        DEVICE,
+        "scales_at += further * grids[0][3]",
+        "scales_at += grids[0][3]",
+        "consumers that share K have the scales of other steps",
+        SCALES,
+    ),
+    Mutant(
+        "mixed-in-turn",
+        DEVICE,
+        "    turn = 1 if WHO == 0 else 0\n",
+        "    turn = 0\n",
+        "all consumers wait for each other's first products",
+        SHARED,
+    ),
+    Mutant(
+        "mixed-shared-tile",
+        DEVICE,
+        "        whole = tiles // blocks - 1\n",
+        "        whole = tiles // blocks\n",
+        "three blocks share a tile, and the sum of the third is left out",
+        STREAM_K,
+    ),
+    Mutant(
+        "mixed-part-of-tile",
+        DEVICE,
+        "                elif last < gl.cdiv(K, C.BLOCK_K):\n",
+        "                elif last < 0:\n",
+        "the sums of a tile's last steps are left out",
+        STREAM_K,
+    ),
+    Mutant(
+        "mixed-flags",
+        "tmm_triton/stream_k.py",
+        "    gl.store(flag, 0)\n",
+        "    pass\n",
+        "the next launch reads parts before they are stored",
+        STREAM_K,
+    ),
+    Mutant(
+        "mixed-shares",
+        "tmm_triton/stream_k.py",
+        "share * (total // blocks) + gl.minimum(share, total % blocks)",
+        "share * (total // blocks)",
+        "the last steps belong to no block",
+        STREAM_K,
+    ),
+    Mutant(
+        "mixed-even-tiles",
+        "tmm_triton/mixed_input.py",
+        "tiles > sms and tiles % sms != 0",
+        "tiles > sms",
+        "blocks share tiles although each has as many",
+        (f"{MIXED}::test_stream_k_is_for_an_incomplete_last_wave",),
+    ),
+    Mutant(
+        "mixed-few-tiles",
+        "tmm_triton/mixed_input.py",
+        "_work_units(problem, config) > problem.device.sm_count",
+        "True",
+        "a tile is shared by three blocks",
+        (f"{MIXED}::test_stream_k_needs_more_tiles_than_blocks",),
     ),
     Mutant(
         "mixed-stages",

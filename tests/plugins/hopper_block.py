@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tmm_triton import ragged_tiles
+from tmm_triton import ragged_tiles, stream_k
 from tmm_triton.hopper import (
     consumer,
     hopper_kernel,
@@ -39,7 +39,8 @@ from tmm_triton.hopper import (
 
 #: Modules that define the kernel's functions.
 MODULES = (
-    ragged_tiles, scheduler, producer, tile_epilogue, step_scales, consumer, hopper_kernel,
+    ragged_tiles, stream_k, scheduler, producer, tile_epilogue, step_scales, consumer,
+    hopper_kernel,
 )  # fmt: skip
 
 
@@ -540,7 +541,7 @@ def run_block(
             if isinstance(function, types.FunctionType):
                 names[name] = types.FunctionType(function.__code__, names, name)
     # The workspace's order is made for whole warps, and needs them.
-    names |= {"_acquire": acquire, "_add": operator.add, "barrier": lambda: None, "part_at": place}
+    names |= {"_acquire": acquire, "add": operator.add, "barrier": lambda: None, "part_at": place}
     names |= {"_fused": lambda part, scale, acc: part * scale + acc}
     # Addresses and shifts, which have a separate test.
     names |= {"box_rows": box_rows, "box_words": box_words, "box_of": lambda words, *_: words}

@@ -18,24 +18,15 @@ from tmm_triton.hopper.scheduler import (
     as_matrix,
     next_stage,
     skip_stages,
-    tail_share,
     tile_at,
     unit_at,
     work_of,
 )
 from tmm_triton.hopper.step_scales import add_scaled, scales_at, upcoming
 from tmm_triton.hopper.tile_epilogue import bias_of, fetch, store_tile
+from tmm_triton.stream_k import add, await_flag, own_share, reset_flag, set_flag
 
-barrier = releases.barrier
 reinterpret = releases.reinterpret
-
-
-@jit
-def _acquire(flag):
-    """A flag's value; later reads see everything written before it was set."""
-    return gl.inline_asm_elementwise(
-        "ld.acquire.gpu.global.b32 $0, [$1];", "=r,l", [flag], gl.int32, is_pure=False, pack=1
-    )
 
 
 @jit
@@ -260,21 +251,10 @@ def _flag(parts, share, WHO: gl.constexpr, C: gl.constexpr):
 def _store_part(acc, up, parts, WHO: gl.constexpr, C: gl.constexpr):
     """Store the sum over a part of a tile for the block with its first k-steps."""
     LAYOUT: gl.constexpr = acc.type.layout
-    gl.store(part_at(parts, tail_share(), 0, WHO, C, LAYOUT), acc)
+    gl.store(part_at(parts, own_share(), 0, WHO, C, LAYOUT), acc)
     if C.b_boxes == 2:
-        gl.store(part_at(parts, tail_share(), 1, WHO, C, LAYOUT), up)
-    # All threads' stores come before the barrier, the barrier before the release.
-    barrier()
-    gl.atomic_xchg(_flag(parts, tail_share(), WHO, C), 1, sem="release")
-
-
-@jit
-def _add(acc, part):
-    """``acc + part`` in inline assembly: LLVM's vectorizer of straight-line code takes 0.7 s, half
-    of a compilation, to find that 128 additions per thread cannot be vectorized."""
-    return gl.inline_asm_elementwise(
-        "add.rn.f32 $0, $1, $2;", "=f,f,f", [acc, part], gl.float32, is_pure=True, pack=1
-    )
+        gl.store(part_at(parts, own_share(), 1, WHO, C, LAYOUT), up)
+    set_flag(_flag(parts, own_share(), WHO, C))
 
 
 @jit
@@ -283,18 +263,15 @@ def _add_parts(acc, up, parts, WHO: gl.constexpr, C: gl.constexpr):
     K."""
     LAYOUT: gl.constexpr = acc.type.layout
     for part in range(1, C.tail_splits):
-        flag = _flag(parts, tail_share() + part, WHO, C)
-        while _acquire(flag) == 0:
-            pass
+        flag = _flag(parts, own_share() + part, WHO, C)
+        await_flag(flag)
         # Written by other SMs: bypass this one's L1.
-        at = part_at(parts, tail_share() + part, 0, WHO, C, LAYOUT)
-        acc = _add(acc, gl.load(at, cache_modifier=".cg"))
+        at = part_at(parts, own_share() + part, 0, WHO, C, LAYOUT)
+        acc = add(acc, gl.load(at, cache_modifier=".cg"))
         if C.b_boxes == 2:
-            at = part_at(parts, tail_share() + part, 1, WHO, C, LAYOUT)
-            up = _add(up, gl.load(at, cache_modifier=".cg"))
-        # Reset the flag for the next launch, once every thread has seen it set.
-        barrier()
-        gl.store(flag, 0)
+            at = part_at(parts, own_share() + part, 1, WHO, C, LAYOUT)
+            up = add(up, gl.load(at, cache_modifier=".cg"))
+        reset_flag(flag)
     return acc, up
 
 

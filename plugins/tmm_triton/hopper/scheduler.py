@@ -7,6 +7,7 @@ from triton.experimental.gluon import jit
 from triton.experimental.gluon import language as gl
 
 from tmm_triton.ragged_tiles import find_tile, group_bounds
+from tmm_triton.stream_k import own_share
 
 
 @jit
@@ -79,7 +80,7 @@ def work_of(sizes, C: gl.constexpr):
     last = steps
     if C.tail_splits > 1:
         TAIL = sizes[5]
-        share = tail_share()
+        share = own_share()
         tile = share // C.tail_splits
         part = share % C.tail_splits
         cut = gl.where(tile < TAIL, 1, 0)
@@ -88,13 +89,6 @@ def work_of(sizes, C: gl.constexpr):
         tiles -= TAIL
     units = cut + gl.cdiv(tiles - gl.program_id(0), blocks)
     return units, cut, tile, first, last, steps
-
-
-@jit
-def tail_share():
-    """The block's index among those that share tiles, counted from the last. So a block waits only
-    for blocks that started before it. They finish even if not all blocks fit at once."""
-    return gl.num_programs(0) - 1 - gl.program_id(0)
 
 
 @jit
