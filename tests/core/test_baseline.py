@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import pkgutil
+import runpy
 import subprocess
 import sys
 import types
@@ -15,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from fakes import FakeKernel, plugin
+from tmm_base.pyinstaller import hook_dirs
 
 import tmm_core
 from tmm_core import TmmWarning, dispatch
@@ -77,6 +80,40 @@ def test_it_answers_in_a_frozen_application_from_a_zip_without_sources(tmp_path:
         for package in PACKAGES:
             archive.writepy(str(ROOT / package))
     runs(str(path), "frozen")
+
+
+def test_pyinstaller_includes_what_is_found_by_listing_folders(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """PyInstaller's functions are replaced by some of the same purpose."""
+
+    def submodules(package: str, on_error: str) -> list[str]:
+        found = pkgutil.walk_packages(
+            importlib.import_module(package).__path__, f"{package}.", onerror=lambda _: None
+        )
+        return [package, *(module.name for module in found)]
+
+    hooks = types.ModuleType("PyInstaller.utils.hooks")
+    vars(hooks).update(
+        collect_submodules=submodules,
+        collect_data_files=lambda package: [(package, "files")],
+        copy_metadata=lambda name: [(name, "metadata")],
+    )
+    monkeypatch.setitem(sys.modules, "PyInstaller.utils.hooks", hooks)
+    named = '[project.entry-points.pyinstaller40]\nhook-dirs = "tmm_base.pyinstaller:hook_dirs"\n'
+    assert named in (ROOT / "pyproject.toml").read_text()
+    (folder,) = hook_dirs()
+    made = runpy.run_path(str(Path(folder, "hook-tmm_core.py")))
+    needed = {
+        f"tmm_core.epilogues.{path.stem}" for path in (ROOT / "tmm_core/epilogues").glob("*.py")
+    }
+    needed |= {f"tmm_core.formats.{path.stem}" for path in (ROOT / "tmm_core/formats").glob("*.py")}
+    needed = {name for name in needed if not name.endswith("__init__")}
+    needed |= {"tmm_blas.plugin", "tmm_triton.plugin", "tmm_cache"}
+    assert needed <= set(made["hiddenimports"])
+    assert set(made["datas"]) == {("tmm-core", "metadata"), ("tmm_core", "files")}
+    # Triton reads the source of device functions.
+    assert made["module_collection_mode"]["tmm_triton"] == "pyz+py"
 
 
 @pytest.mark.parametrize(

@@ -704,3 +704,14 @@ def test_modes_that_a_launch_left_are_left_before_torch_is_used_again() -> None:
     _, changed = watched_call.watched(launch, CPU)
     assert changed == ["torch's function modes", "cuDNN's benchmark mode"]
     assert before.changed() == []
+
+
+def test_values_without_a_truth_value_are_no_functions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program may leave tensors in torch's modules."""
+    monkeypatch.setattr(torch, "of_the_program", torch.zeros(3), raising=False)
+    piece = process_state.PIECES["functions of torch"]
+    before = piece.read()
+    monkeypatch.setattr(torch, "of_the_program", torch.zeros(3))
+    assert before == piece.read()
+    monkeypatch.setattr(torch, "add", lambda *_: None)
+    assert before != piece.read()
