@@ -287,6 +287,23 @@ def test_a_forced_kernel_is_verified_at_its_first_use(tmp_path: Path) -> None:
         assert name(d, problem(), settings(on_cache_miss="heuristic", verify=False)) == "blas"
 
 
+def test_a_kernel_that_forces_itself_is_wrong(tmp_path: Path) -> None:
+    """Each launch of its verification would verify it again."""
+    forced, kernel = settings(kernel="fast"), Counting()
+    d = dispatcher(kernel, CacheStore(tmp_path, []))
+
+    def launcher(*arguments: Any) -> Any:
+        kernel.launches += 1
+        return d.bound(problem(), forced)[1](*arguments)
+
+    kernel.bind = lambda problem, config: launcher  # type: ignore[method-assign]
+    for _ in range(2):
+        before = kernel.launches
+        with pytest.raises(PluginError, match="a launch of kernel 'fast' calls itself"):
+            d.bound(problem(), forced)
+        assert kernel.launches == before + 1
+
+
 def test_a_forced_kernel_that_cannot_be_verified_is_used_with_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

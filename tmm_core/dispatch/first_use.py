@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 import torch
 from tmm_cache import JSON, CacheStore, digest
 
+from tmm_core.errors import PluginError
 from tmm_core.launch.plan import Choice
 from tmm_core.spec.bucket import bucketed
 from tmm_core.spec.device import current_device
@@ -70,6 +71,7 @@ class FirstUse:
 
     def __init__(self, store: CacheStore) -> None:
         self._store = store
+        self._verifying: list[tuple[Problem, Candidate]] = []
 
     def may_launch(self, problem: Problem, choice: Choice, verifies_forced: bool = True) -> bool:
         """Whether ``choice`` may be launched for ``problem`` without verification. A forced kernel
@@ -104,10 +106,14 @@ class FirstUse:
 
         Raises:
             Exception: The launcher's exception, unless it is a lack of memory.
+            PluginError: A launch of this verification asks for the same product by the same kernel.
         """
         from tmm_core.verify.verifier import Extent, Verdict, Verifier  # only needed here
 
         candidate, key = choice.candidate, _of_record(problem, choice)
+        if (problem, candidate) in self._verifying:
+            raise PluginError(f"a launch of kernel {candidate.kernel.name!r} calls itself")
+        self._verifying.append((problem, candidate))
         known = self.is_verified(key, candidate, sized=False)
         extent: Extent = "brief" if known else "first use"
         try:
@@ -117,6 +123,8 @@ class FirstUse:
         except torch.OutOfMemoryError as error:
             why = f"cannot be verified: {str(error).splitlines()[0]}"
             return Verdict(None, why, unknown=True, cause="passing")
+        finally:
+            self._verifying.pop()
         if verdict.ok:
             self.stamp(key, candidate)
         return verdict
