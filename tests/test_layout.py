@@ -33,6 +33,7 @@ ALLOWED = {
 }
 #: Further packages for parts of core that ``import tmm_core`` does not import.
 EXTRA = {
+    "cache/tmm_base/pyinstaller/hook-": {"PyInstaller"},  # PyInstaller alone runs it
     # Type checkers then know what ``tl`` is in a device function.
     "tmm_core/epilogues": {"triton"},
     "tmm_core/formats": {"triton"},
