@@ -299,9 +299,9 @@ CHANGES: list[tuple[str, Any]] = [
         _torch_switch("_is_view_replay_enabled", "_set_view_replay_enabled"),
     ),
     ("the inference mode", _leave_inference_mode),
-    ("the keys of torch's dispatcher", lambda: torch._C._functorch._grad_increment_nesting()),
+    ("the transforms of torch.func", lambda: torch._C._functorch._grad_increment_nesting()),
     (
-        "the keys of torch's dispatcher",
+        "the transforms of torch.func",
         lambda: torch._C._functorch._vmap_increment_nesting(3, "error"),
     ),
     (

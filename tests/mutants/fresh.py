@@ -667,7 +667,7 @@ FRESH = [
            "a kernel gives every linear layer a call of its own",
            ("tests/core/test_process_state.py::test_each_piece_of_state_is_put_back",)),
     Mutant("fresh-transform-left", "verify/process_state.py",
-           "((now - was, False), (was - now, True))", "((was - now, True),)",
+           "Piece(_depth, _end, ", "Piece(lambda: 0, _end, ",
            "a transform that a launch leaves active changes later calls",
            ("tests/core/test_process_state.py::test_each_piece_of_state_is_put_back",)),
     Mutant("fresh-problem-for-all", "registry/query.py",

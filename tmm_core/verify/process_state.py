@@ -341,28 +341,8 @@ def _set_directory(path: str | None) -> None:
             os.chdir(path)
 
 
-_include = private("torch._C._dispatch_tls_local_include_set", lambda: None)
-_exclude = private("torch._C._dispatch_tls_local_exclude_set", lambda: None)
-
-
 _depth = private("torch._C._functorch.get_dynamic_layer_stack_depth", lambda: 0)
 _end = private("torch._C._functorch.pop_dynamic_layer_stack_and_undo_to_depth", lambda _: None)
-
-
-def _keys() -> tuple[Any, Any, int]:
-    """The keys that torch's dispatcher includes and excludes in this thread, as transforms do, and
-    the number of these transforms."""
-    return _include(), _exclude(), _depth()
-
-
-def _set_keys(before: tuple[Any, Any, int]) -> None:
-    _end(before[2])
-    for was, now, name in zip(before[:2], _keys(), ("included", "excluded"), strict=False):
-        write = getattr(torch._C, f"_dispatch_tls_set_dispatch_key_{name}")
-        for keys, value in ((now - was, False), (was - now, True)):
-            while keys.raw_repr():
-                write(key := keys.highestPriorityTypeId(), value)
-                keys = keys.remove(key)
 
 
 _entered: list[Any] = []
@@ -444,7 +424,7 @@ PIECES: dict[str, Piece] = {
     ),
     "autograd's threads": _switch("multithreading_enabled", "_is", "thread"),
     "how autograd computes views again": _switch("view_replay_enabled", "_is", "thread"),
-    "the keys of torch's dispatcher": Piece(_keys, _set_keys, "thread"),
+    "the transforms of torch.func": Piece(_depth, _end, "thread"),
     "whether torch calls __torch_function__": _switch("torch_function_state", owner="thread"),
     "the filling of new memory": _attribute(torch.utils.deterministic, "fill_uninitialized_memory"),
     "the rounding mode": Piece(_rounding, None, "thread"),
