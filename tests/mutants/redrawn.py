@@ -267,10 +267,6 @@ REDRAWN = [
            "verification may plant NaN and Inf in one column of a gated result",
            ("tests/core/test_boundaries_rounds.py::"
             "test_nan_and_inf_of_a_gated_bias_are_in_different_columns_of_the_result",)),
-    Mutant("redrawn-transform-left", "verify/process_state.py",
-           "    _end(before[2])\n", "",
-           "torch refuses gradients for good, since a rejected kernel's transform is still active",
-           ("tests/core/test_process_state.py::test_each_piece_of_state_is_put_back",)),
     Mutant("redrawn-waiting-again", "tuning/background.py",
            "            task.left = self._clock()\n            self._credit -= task.left - began",
            "            self._credit -= self._clock() - began",
