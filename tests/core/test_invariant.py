@@ -165,7 +165,7 @@ def test_first_rounds_are_compared_with_first_rounds(tmp_path: Path) -> None:
     """An arithmetic that lost every race is not chosen for the clock of its first rounds."""
     d, _ = dispatcher(FakeBlas(), Summing("one", {16: "won", 32: "lost"}), root=tmp_path)
     timed(d, {("blas", 1): 60.0, ("one", 16): 50.0, ("one", 32): 52.0})
-    sampled(d, {16: lambda samples: (40.0, *samples[1:]), 32: lambda samples: (45.0,)})
+    sampled(d, {16: lambda samples: (30.0, *samples[1:]), 32: lambda samples: (35.0,)})
     assert chosen(d, 64) == ("one", 16, "won")
 
 
