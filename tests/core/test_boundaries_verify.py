@@ -14,7 +14,6 @@ import random
 import re
 import signal
 import sys
-import threading
 from collections import UserDict
 from dataclasses import replace
 from pathlib import Path
@@ -37,6 +36,7 @@ from tmm_core.spec.launcher import Bound
 from tmm_core.spec.operand import Scale
 from tmm_core.verify import (
     auxiliary_outputs,
+    checked_launch,
     compare,
     data_sets,
     forms,
@@ -1325,12 +1325,19 @@ def test_a_cycle_keeps_no_result(generation: int) -> None:
 def test_frames_that_a_profiler_holds_for_a_moment_keep_no_result(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(gc, "collect", lambda generation: None)  # which may take as long
     launches = CheckedLauncher.__new__(CheckedLauncher)
     launches._baseline = False
     sample = [torch.zeros(8)]
     launches._returned = [memory] = [StorageWeakRef(sample[0].untyped_storage())]
-    threading.Timer(0.1, sample.clear).start()
+    now = [0.0]
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+        if now[0] > 0.2:
+            sample.clear()
+
+    clock = SimpleNamespace(monotonic=lambda: now[0], sleep=sleep)
+    monkeypatch.setattr(checked_launch, "time", clock)
     launches._check_released()
     assert memory.expired()
 
