@@ -81,7 +81,9 @@ def guarded(program: str, run: Callable[[], int], *errors: type[Exception]) -> i
         try:
             status = run()
         except SystemExit as stop:  # argparse, after --help or a usage error
-            status = stop.code if isinstance(stop.code, int) else DONE
+            status = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+            if not isinstance(stop.code, int | None):  # a text, which Python would print
+                print_line(str(stop.code), sys.stderr)
         sys.stdout.flush()
     except BrokenPipeError:  # `tmm-cache show | head`
         _discard_output()

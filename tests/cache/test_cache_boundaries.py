@@ -799,12 +799,20 @@ def test_an_error_is_a_line_without_its_number(
     assert capsys.readouterr().err == f"tmm-x: {text}\n"
 
 
-@pytest.mark.parametrize(("code", "status"), [(None, 0), ("text", 0), (3, 3), (0, 0)])
-def test_an_exit_of_argparse_is_the_status(code: Any, status: int) -> None:
+@pytest.mark.parametrize(
+    ("code", "status", "noted"),
+    [(None, 0, ""), ("text", 1, "text\n"), (3, 3, ""), (0, 0, "")],
+)
+def test_an_exit_is_the_status(
+    code: Any, status: int, noted: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Python prints an exit's text and ends with 1."""
+
     def leaves() -> int:
         raise SystemExit(code)
 
     assert console.guarded("tmm", leaves) == status
+    assert capsys.readouterr().err == noted
 
 
 def test_a_note_begins_with_the_command_that_runs(capsys: pytest.CaptureFixture[str]) -> None:

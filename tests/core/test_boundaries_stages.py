@@ -147,6 +147,9 @@ def test_two_configs_of_each_reduction_order_and_the_best_elsewhere_race() -> No
     assert names(of_each_arithmetic(instance, racing, 1.3)) == "k1 k2 k4 k5"
     assert names(of_each_arithmetic(instance.at(63), racing, 1.28)) == "k1 k2 k4"
     assert names(of_each_arithmetic(instance.at(63), racing, 1.27)) == "k1 k4"
+    # The fastest here has no estimate, so it may be slower than any other elsewhere.
+    unknown = [run("k", us, tile, kernel) for tile, us in {6: 5.0, 1: 5.1, 5: 9.0}.items()]
+    assert names(of_each_arithmetic(instance, unknown, 1.3)) == "k6 k1 k5"
 
 
 # -- a candidate's result ----------------------------------------------------------------------

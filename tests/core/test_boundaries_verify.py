@@ -276,6 +276,14 @@ def test_a_last_stage_beyond_the_range_may_be_inf_before_other_terms(terms: str)
     assert compare._bound(instance, piece).isinf().tolist() == [[terms != "none", False]]
 
 
+def test_the_bound_of_an_error_does_not_depend_on_alphas_sign() -> None:
+    """Of a zero, only steps between the smallest numbers are left."""
+    zero = torch.zeros(1, 1, dtype=torch.float64)
+    instance = problem(k=1, a=F16, b=F16, out=F16)
+    pieces = [compare.Piece(zero, zero, zero, 1.0, zero, alpha) for alpha in (-5.0, 5.0)]
+    assert [compare._bound(instance, each).item() for each in pieces] == [2.0**-24 * 4] * 2
+
+
 def test_a_result_beyond_the_range_may_be_inf_or_the_largest_number() -> None:
     expected = torch.tensor([70000.0, -70000.0])
     for out, found in (([INF, -INF], 0.0), ([65504.0, -65504.0], 0.0), ([INF, INF], None)):
