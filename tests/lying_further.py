@@ -253,10 +253,11 @@ FURTHER: dict[str, dict[str, type[Lie]]] = {
         "moves b": argument_lie(_move),
         "freezes b": argument_lie(_freeze),
         "writes weights beyond the groups": rows_lie(
-            lambda end, out_weights, **_: out_weights[end:].zero_(), out_weights=torch.float32
+            lambda end, out_weights, **_: out_weights.data[end:].zero_(),
+            out_weights=torch.float32,
         ),
         "writes indices beyond the groups": rows_lie(
-            lambda end, a_index, **_: a_index[end:].zero_(), a_index=torch.int64
+            lambda end, a_index, **_: a_index.data[end:].zero_(), a_index=torch.int64
         ),
     },
     "groups": {

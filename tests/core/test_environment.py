@@ -513,6 +513,8 @@ def test_verdicts_on_record_stay() -> None:
     assert not alike([BLAS, failed("one", "x")])
     assert not alike([failed("one", "x"), failed("two", "y")])
     assert not alike([failed("one", "x"), failed("two", "x"), revised(BLAS, kernel="three")])
+    rejected = revised(failed("three", "x"), status="wrong")
+    assert not alike([failed("one", "x"), failed("two", "x"), rejected])
     assert alike([BLAS, failed("one", "x 1"), failed("two", "x 2")])
 
 
