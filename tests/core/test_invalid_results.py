@@ -513,7 +513,8 @@ def test_the_commands_speak_of_plugins_that_would_end_them(
     findings = command("doctor", "--device", "cpu")
     problems = " ".join(each["text"] for each in findings if each["state"] == "problem")
     for name in PLUGINS:
-        assert f"'{name}' ({name} 1.0)" in problems or name == "in_launch", problems
+        distribution = name.replace("_", "-")
+        assert f"'{name}' ({distribution} 1.0)" in problems or name == "in_launch", problems
     assert "its first launch: the process ended with exit code 9" in problems
     assert f"in_kernel_plugin.py:{6}" in problems
     assert any(each["text"] == "blas runs and is correct" for each in findings)

@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -36,6 +36,13 @@ from tmm_core.verify import process_state, watched_call
 
 CPU = torch.device("cpu")
 cuda = torch.backends.cuda
+
+
+@pytest.fixture(autouse=True)
+def _flags_may_be_set() -> Iterator[None]:
+    """Torch's own tests, when imported, forbid to set its backends' flags."""
+    with getattr(torch.backends, "__allow_nonbracketed_mutation")():
+        yield
 
 
 def in_another_thread(function: Callable[[], Any]) -> Any:
