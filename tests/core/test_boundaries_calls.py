@@ -274,12 +274,17 @@ def test_both_operands_of_other_libraries_are_read(monkeypatch: pytest.MonkeyPat
 
 def test_operands_of_each_type_are_prepared_for(monkeypatch: pytest.MonkeyPatch) -> None:
     kinds: list[Any] = []
-    monkeypatch.setattr(grouped, "prepare_for", kinds.append)
+    for module in (grouped, api):
+        monkeypatch.setattr(module, "prepare_for", kinds.append)
     a, b = operands((2, 4, 8), (2, 8, 6))
-    tmm_core.grouped_matmul(a, b)
-    assert kinds == []
+    parameter, out = torch.nn.Parameter(a, requires_grad=False), torch.empty(2, 4, 6)
+    for first in (a, parameter):
+        tmm_core.grouped_matmul(first, b)
+        tmm_core.matmul(first, b, kernel="blas")
+        tmm_core.matmul(first, b, out=out)
+    assert kinds == [torch.nn.Parameter] * 3
     tmm_core.grouped_matmul(a, torch.nn.Parameter(b, requires_grad=False))
-    assert kinds == [torch.nn.Parameter]
+    assert len(kinds) == 4
 
 
 def test_batches_are_cast_under_autocast_and_not_into_a_given_result() -> None:

@@ -22,6 +22,7 @@ from tmm_core.integrations.checkpoints import (
     hqq,
     words,
 )
+from tmm_core.nn import stored_experts
 
 Tensor = torch.Tensor
 BF16, F16, F32, I32, U8 = (
@@ -679,6 +680,45 @@ def test_zero_points_that_changed_are_read_again() -> None:
     given.zero_point = torch.zeros(4, 1, dtype=torch.int8, device="meta")
     given.qdata, given.scale = given.qdata.to("meta"), given.scale.to("meta")
     assert foreign.read(given).zero is not None
+
+
+# -- weights of expert layers -------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("block", "scales", "repeated"),
+    [
+        ([1, 128], (2, 4, 2), (1, 128)), ([128, 128], (2, 1, 2), (4, 128)),
+        (None, (2, 1, 1), (4, 256)), (None, (2, 2, 1), (2, 256)),
+    ],
+)  # fmt: skip
+def test_experts_in_8_bit_floats(
+    block: list[int] | None, scales: tuple[int, ...], repeated: tuple[int, int]
+) -> None:
+    weight, scale = torch.randn(2, 4, 256).to(E4M3), torch.rand(scales) + 0.5
+    layer = SimpleNamespace(up=weight, up_scale_inv=scale, block_size=block)
+    found: Any = stored_experts.of(layer, "up")
+    assert found.stored.data_ptr() == weight.data_ptr()
+    rows, columns = repeated
+    each = scale.repeat_interleave(rows, -2).repeat_interleave(columns, -1)
+    assert torch.allclose(found.dequantize().float(), weight.float() * each, rtol=1e-2)
+
+
+def test_experts_whose_weights_are_plain() -> None:
+    weight = torch.randn(2, 8, 4)
+    for attributes, turned in (
+        ({}, False),
+        ({"is_transposed": False}, False),
+        ({"is_transposed": True}, True),
+    ):
+        for scale in (
+            None,
+            torch.ones(2, 1, 1),
+        ):  # a scale of numbers that are not stored in 8 bits
+            layer = SimpleNamespace(up=weight, up_scale_inv=scale, **attributes)
+            found = stored_experts.of(layer, "up")
+            assert found.data_ptr() == weight.data_ptr()
+            assert torch.equal(found, weight.mT if turned else weight)
 
 
 def test_formats_by_name() -> None:

@@ -642,6 +642,7 @@ def test_autocast() -> None:
         y = tmm_core.grouped_matmul(A.half(), B.half(), offs=OFFS, out_weights=half)
     assert y.dtype is BF16
     assert torch.autograd.grad(y[:10].sum(), half)[0].dtype is torch.float16
+    a, b = (t.half().bfloat16().float() for t in (A, B))
     expected = expression(a, b, OFFS, out_weights=half.float())
     torch.testing.assert_close(y[:10].float(), expected[:10], rtol=2e-2, atol=2e-2)
 

@@ -22,6 +22,7 @@ from tmm_core.interop import grouped_operator
 from tmm_core.launch import warm
 from tmm_core.spec.device import DeviceFingerprint
 from tmm_core.verify import compare, random_inputs
+from tmm_core.verify.verifier import Verifier
 
 Tensor = torch.Tensor
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -299,6 +300,19 @@ def test_inputs_to_measure_with(form: str) -> None:
         beyond = {"m": inputs.parts.get("a_scale"), "n": inputs.parts.get("b_scale")}.get(form)
         if beyond is not None and beyond.dim() and index is None:
             assert beyond[inputs.rows.ends[-1] :].isnan().all()
+
+
+@pytest.mark.parametrize("form", ["m", "n"])
+def test_products_whose_scales_form_grids_are_verified(form: Any) -> None:
+    of_a, of_b = (Operand(E4M3, layout, scale=Scale.parse("1x128")) for layout in ("row", "col"))
+    problem = replace(
+        tmm_core.problem(**made(form)), k=256, a=of_a, b=of_b, device=DEVICE
+    )  # fmt: skip
+    blas = Blas()
+    launcher = blas.bind(problem, blas.default_config(problem))
+    found = Verifier(problem, torch.device("cpu")).verdict(launcher)
+    assert found.reason is None
+    assert found.error is not None
 
 
 # -- who answers -----------------------------------------------------------------------------

@@ -1071,9 +1071,14 @@ def test_hooks_run_before_and_after_as_in_the_model_itself(
 def test_layers_that_are_not_exactly_linear_are_left_alone_with_the_reason() -> None:
     patched = nn.Linear(12, 12)
     patched.forward = lambda x: x  # type: ignore[method-assign]
+    marked, sparse = nn.Linear(12, 12), nn.Linear(12, 12)
+    marked.bias = type("Marked", (nn.Parameter,), {})(torch.zeros(12))
+    sparse.weight = nn.Parameter(sparse.weight.detach().to_sparse())
     model = nn.ModuleDict(
         {
             "adapter": Adapter(12, 12),
+            "marked": marked,
+            "sparse": sparse,
             "attention": nn.MultiheadAttention(12, 2),
             "normed": parametrizations.weight_norm(nn.Linear(12, 12)),
             "patched": patched,
@@ -1083,8 +1088,10 @@ def test_layers_that_are_not_exactly_linear_are_left_alone_with_the_reason() -> 
     report = convert(model)
     assert not report
     assert structure(model) == before
-    assert {item.path: item.reason.split(" (")[0] for item in report.left} == {
+    assert {item.path: item.reason for item in report.left} == {
         "adapter": "a subclass of Linear may do more than its base does",
+        "marked": "its parameters are not plain ones (Marked)",
+        "sparse": "its parameters are not plain ones (Parameter)",
         "attention": "it multiplies by in_proj_weight and out_proj.weight itself",
         "attention.out_proj": "a subclass of Linear may do more than its base does",
         "normed": "a subclass of Linear may do more than its base does",

@@ -106,13 +106,15 @@ def transposed_strides(right: Any, *rest: Any) -> Any:
     return result.mT.contiguous().mT if rest[-1] is None else result
 
 
-def ring_of(size: int) -> Fault:
+def ring_of(size: int, after: int = 0) -> Fault:
+    """It reuses ``size`` buffers in turn, and does not reuse its first ``after`` results."""
     buffers: list[torch.Tensor] = []
+    launches = itertools.count()
 
     def fault(right: Any, *rest: Any) -> Any:
-        if rest[-1] is not None:
-            return right(*rest)
         result = right(*rest)
+        if rest[-1] is not None or next(launches) < after:
+            return result
         buffers.append(result if len(buffers) < size else buffers.pop(0).copy_(result))
         return buffers[-1]
 
@@ -261,6 +263,12 @@ def test_each_fault_is_seen(name: str) -> None:
     assert not found.ok
     assert found.reason is not None
     assert re.search(says, found.reason), found.reason
+
+
+@pytest.mark.parametrize(("size", "seen"), [(3, True), (4, False)])
+def test_results_of_repeated_launches_are_held(size: int, seen: bool) -> None:
+    found = verdict(ring_of(size, after=2), repeats=4, extent="repeated")
+    assert ("returned before" in str(found.reason)) == seen
 
 
 def test_a_kernel_that_is_wrong_for_incomplete_tiles_is_refused() -> None:

@@ -56,6 +56,15 @@ def test_a_gpu_without_data_gets_estimated_rates(capability: tuple[int, int]) ->
     assert Machine.of(replace(device, sm_count=0)).sms == 1
 
 
+@pytest.mark.parametrize(("size", "us"), [(34e6, 19), (117e6, 43), (235e6, 71)])
+def test_reads_take_the_time_that_was_measured(size: float, us: float) -> None:
+    machine = Machine.of(H200)
+    assert machine.EMPTY_US + machine.moving_us(size) == pytest.approx(us, rel=0.07)
+    # A read evicts no more bytes than it reads.
+    one, two = (machine.moving_us(size) - machine.RAMP_US for size in (1e6, 2e6))
+    assert two == pytest.approx(2 * one)
+
+
 def test_rates_by_dtype() -> None:
     def rate(dtype: torch.dtype, **fields: Any) -> float:
         operand = Operand(dtype)
