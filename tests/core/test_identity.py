@@ -3,6 +3,7 @@ Keys of functions without a closure, in modules with files, are the same in ever
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib
 import math
@@ -652,6 +653,15 @@ def test_a_graph_has_an_epilogue_without_state_in_the_operator() -> None:
         assert not Epilogue("f", function).traces
     for other in ("device", "derivative", "output_vjp"):
         assert not Epilogue("f", Cap(), **{other: lambda z, *_: z * 2}).traces
+
+
+def test_a_graph_takes_a_copy_of_a_users_epilogue() -> None:
+    torch._dynamo.reset()
+    again = copy.deepcopy(Epilogue("cubed", lambda z: z**3))
+    call = torch.compile(
+        lambda: tmm_core.matmul(A, B, epilogue=again), backend="eager", fullgraph=True
+    )
+    torch.testing.assert_close(call(), (A @ B) ** 3)
 
 
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a:UserWarning")

@@ -193,6 +193,10 @@ def _named(text: str, outputs: tuple[Port, ...]) -> Epilogue:
     return replace(parse(text), outputs=outputs) if outputs else parse(text)
 
 
+def _of_fields(given: dict[str, Any]) -> Epilogue:
+    return Epilogue(**given)
+
+
 def _reduced(epilogue: Epilogue) -> tuple[Any, ...]:
     """Return what pickle stores. A built-in epilogue is stored by its name, since its functions are
     lambdas. A chain is stored by its stages, others by their fields, except derived ones."""
@@ -200,8 +204,8 @@ def _reduced(epilogue: Epilogue) -> tuple[Any, ...]:
         return functools.reduce, (Epilogue.then, epilogue.stages)
     if epilogue.builtin:
         return _named, (replace(epilogue, outputs=()).key, epilogue.outputs)
-    state = {each.name: getattr(epilogue, each.name) for each in fields(epilogue)}
-    return copyreg.__newobj__, (Epilogue,), state  # type: ignore[attr-defined]
+    given = {each.name: getattr(epilogue, each.name) for each in fields(epilogue) if each.init}
+    return _of_fields, (given,)
 
 
 copyreg.pickle(Epilogue, _reduced)
