@@ -285,18 +285,9 @@ def _set_numpy_state(state: Any) -> None:
         numpy.random.set_state((kind, numpy.frombuffer(keys, numpy.uint32), *rest))
 
 
-def _modules(name: str, *functions: str) -> Piece:
-    """A setting of a module that may not be imported: its functions that read and write it."""
-    read, write = functions
-
-    def value() -> Any:
-        return getattr(sys.modules.get(name), read, lambda: None)()
-
-    def restore(before: Any) -> None:
-        if (module := sys.modules.get(name)) is not None and before is not None:
-            getattr(module, write)(before)
-
-    return Piece(value, restore)
+def _pair(of: Any, name: str) -> Piece:
+    """A setting that a module has two functions for."""
+    return Piece(getattr(of, f"get_{name}"), getattr(of, f"set_{name}"))
 
 
 def _hooks_of_modules(name: str) -> Piece:
@@ -403,12 +394,8 @@ PIECES: dict[str, Piece] = {
     "oneDNN's deterministic mode": _switch("mkldnn_deterministic"),
     "whether torch uses NNPACK": _switch("nnpack_enabled"),
     "the order of einsum": _attribute(torch.backends.opt_einsum, "enabled"),
-    "the fast path of encoders": _modules(
-        "torch.backends.mha", "get_fastpath_enabled", "set_fastpath_enabled"
-    ),
-    "how processes share tensors": _modules(
-        "torch.multiprocessing", "get_sharing_strategy", "set_sharing_strategy"
-    ),
+    "the fast path of encoders": _pair(torch.backends.mha, "fastpath_enabled"),
+    "how processes share tensors": _pair(torch.multiprocessing, "sharing_strategy"),
     "the backends of attention": _together(
         [
             Piece(cuda.flash_sdp_enabled, cuda.enable_flash_sdp),
@@ -447,8 +434,6 @@ PIECES: dict[str, Piece] = {
         lambda: [(sys, "displayhook"), (sys, "unraisablehook"), (warnings, "showwarning")]
     ),
     "functions of Python": Piece(lambda: _Functions(_OF_PYTHON), _Functions.restore),
-    "the limit of digits": _modules("sys", "get_int_max_str_digits", "set_int_max_str_digits"),
-    "how libraries are loaded": _modules("sys", "getdlopenflags", "setdlopenflags"),
     "the alarms of the process": _together([_alarm(each) for each in _ALARMS]),
     "functions of torch": Piece(lambda: _Functions(_OF_TORCH), _Functions.restore),
     "how torch prints": _entries(lambda: vars(_printing)),
@@ -457,8 +442,8 @@ PIECES: dict[str, Piece] = {
     "the engine of quantized tensors": _attribute(torch.backends.quantized, "engine"),
     "how modules convert parameters": _together(
         [
-            Piece(getattr(torch.__future__, f"get_{way}"), getattr(torch.__future__, f"set_{way}"))
-            for way in (f"{each}_module_params_on_conversion" for each in ("swap", "overwrite"))
+            _pair(torch.__future__, f"{way}_module_params_on_conversion")
+            for way in ("swap", "overwrite")
         ]
     ),
     "NumPy's handling of errors": Piece(
@@ -496,6 +481,10 @@ if hasattr(signal, "pthread_sigmask"):
         lambda signals: signal.pthread_sigmask(signal.SIG_SETMASK, signals),
         "thread",
     )
+if hasattr(sys, "setdlopenflags"):
+    PIECES["how libraries are loaded"] = Piece(sys.getdlopenflags, sys.setdlopenflags)
+if hasattr(sys, "set_int_max_str_digits"):  # absent before Python 3.10.7
+    PIECES["the limit of digits"] = _pair(sys, "int_max_str_digits")
 if hasattr(os, "sched_getaffinity"):
     PIECES["the CPUs of the process"] = Piece(
         lambda: os.sched_getaffinity(0), lambda cpus: os.sched_setaffinity(0, cpus)
