@@ -33,7 +33,9 @@ def test_data_is_json_in_every_encoding(encoding: str, monkeypatch: pytest.Monke
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(output, encoding=encoding))
     text = "µ é \N{GRINNING FACE} \udcff"
     assert console.guarded("tmm", lambda: console.print_json({"path": text}) or 0) == 0
-    assert json.loads(output.getvalue().decode(encoding)) == {"path": text}
+    escaped = output.getvalue().decode(encoding)
+    assert json.loads(escaped) == {"path": text}
+    assert len(escaped.splitlines()) == 3  # indented
     output.seek(output.truncate(0))
     assert console.guarded("tmm", lambda: console.print_json({"path": "µ é"}) or 0) == 0
     plain = output.getvalue().decode(encoding)

@@ -116,17 +116,33 @@ def test_every_matrix_of_a_rung_fits_the_limit() -> None:
 
 def test_problems_of_a_ladder_have_dense_matrices() -> None:
     """A single row of any length is aligned to 16 bytes; several rows of 20 bytes are not."""
-    of = weight_problem(9, k=5, n=5, residual=Operand(FP32, "strided", False))
+    bf16 = torch.bfloat16
+    of = weight_problem(
+        9, k=5, n=5, residual=Operand(bf16, "strided", False, wide=True), capturing=True
+    )
     one, more = _at(of, 1), ladder(of)
     assert one.a.aligned
     assert one.out.aligned
-    assert one.residual == Operand(FP32)
-    assert not any(rung.a.aligned or rung.out.aligned for rung in more)
-    assert {rung.residual for rung in more} == {Operand(FP32, aligned=False)}
+    assert one.residual == Operand(bf16)
+    assert not any(rung.a.aligned or rung.out.aligned or rung.capturing for rung in more)
+    assert {rung.residual for rung in more} == {Operand(bf16, aligned=False)}
     # In a gradient a is column-major, so its contiguous dimension is M.
     gradient = ladder(weight_problem(9, k=5, a=COLUMN))
     assert [rung.a.aligned for rung in gradient] == [m % 4 == 0 for m in LADDER]
     assert {rung.a.layout for rung in gradient} == {"col"}
+
+
+@pytest.mark.parametrize(
+    "a",
+    [
+        Operand(torch.float8_e4m3fn, scale=Scale.parse("1x32")),
+        Operand(torch.uint8, format="int4", scale=Scale.parse("row"), zero=True),
+    ],
+)
+def test_problems_of_a_ladder_have_the_stored_operand(a: Operand) -> None:
+    for size, aligned in ((16, True), (24, False)):  # bytes of a row
+        of = weight_problem(9, k=size * a.pack, a=replace(a, aligned=not aligned, wide=True))
+        assert {rung.a for rung in ladder(of)} == {replace(a, aligned=aligned)}
 
 
 def test_scales_are_of_a_weight_and_their_kind_is_not() -> None:

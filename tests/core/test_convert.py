@@ -954,7 +954,9 @@ def test_the_report_names_every_product_and_activation() -> None:
             "functional": Functional(),
             "two": TwoTensors(),
             "quick": Quick(),
-            "sequence": nn.Sequential(nn.Linear(12, 12), nn.ELU()),
+            "sequence": nn.Sequential(
+                nn.Linear(12, 12), nn.ELU(), nn.ELU(), nn.LayerNorm(12), nn.ELU()
+            ),
             "bilinear": nn.Bilinear(2, 3, 4),
             "cell": nn.LSTMCell(3, 4),
         }

@@ -418,6 +418,33 @@ def test_deterministic_mode_leaves_out_nondeterministic_kernels() -> None:
     assert torch.equal(y, a @ b)
 
 
+def test_settings_and_deterministic_mode_hold_for_grouped_and_scaled_products() -> None:
+    kernel = Outright("outright", estimate=1.0, traits=tmm_core.Traits(deterministic=False))
+    installed(FakeBlas(estimate=100.0), kernel)
+    a8 = torch.randn(32, 32).to(torch.float8_e4m3fn)
+    one = torch.tensor(0.5)
+
+    def both() -> None:
+        torch._scaled_mm(a8, a8.t(), one, one, out_dtype=torch.bfloat16)
+        torch._grouped_mm(ROWS, WEIGHTS, offs=ENDS)
+
+    with enable():
+        both()
+        launched = kernel.launched
+        assert launched
+        torch.use_deterministic_algorithms(True)
+        try:
+            both()
+        finally:
+            torch.use_deterministic_algorithms(False)
+        assert kernel.launched == launched
+        with tmm_core.override(kernel="blas"):
+            both()
+        assert kernel.launched == launched
+        both()
+        assert kernel.launched == launched + 2
+
+
 def test_checkpointing_and_hooks(sums: Sums) -> None:
     from torch.utils.checkpoint import checkpoint
 

@@ -220,14 +220,16 @@ def test_the_concurrent_operator_passes_torchs_checks() -> None:
     torch.library.opcheck(concurrent, arguments(calls(requires_grad=True)))
 
 
-def test_concurrent_products_have_right_values_and_gradients() -> None:
+@pytest.mark.parametrize("of_a", [True, False])
+def test_concurrent_products_have_right_values_and_gradients(of_a: bool) -> None:
     given = calls(requires_grad=True)
+    given[0].a.requires_grad_(of_a)
     results = concurrent(*arguments(given))
     (x, first, *_), (_, second, bias, *_) = given
     expected = F.silu(x @ first), torch.addmm(bias, x, second)
     for y, e in zip(results, expected, strict=True):
         torch.testing.assert_close(y, e)
-    inputs = x, first, second, bias
+    inputs = (x, first, second, bias)[not of_a :]
     own = torch.autograd.grad(sum(y.square().sum() for y in results), inputs)
     theirs = torch.autograd.grad(sum(e.square().sum() for e in expected), inputs)
     for mine, exact in zip(own, theirs, strict=True):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,29 +17,31 @@ pytest.importorskip("triton")
 
 from test_skinny import DECODE
 from test_triton_kernels import KERNELS, TILE, TOLERANCE, ask, interpreted, problem_of, run
-from tmm_triton import flags, plugin, reduction_order, tile_anatomy
+from tmm_triton import flags, operands, plugin, reduction_order, tile_anatomy
 from tmm_triton.flags import Counters
 from tmm_triton.gathered import Gathered, gathered
 from tmm_triton.hopper.config import Constants
 from tmm_triton.hopper.operand_layout import described
 from tmm_triton.hopper.search_space import configs as hopper_configs
 from tmm_triton.hopper.warp_specialized import WarpSpecialized
-from tmm_triton.operands import TileConfig, _convention
+from tmm_triton.operands import TileConfig, Zeros, _convention
 from tmm_triton.partials import MOST_WORKSPACE, reduction
 from tmm_triton.persistent import Persistent, PersistentConfig
 from tmm_triton.realigned import Misaligned, Realigned, bind_copy, copy_build
 from tmm_triton.roofline import resident, times_us
 from tmm_triton.skinny import Skinny, SkinnyConfig
 from tmm_triton.split_k import SplitK, SplitKConfig
+from tmm_triton.triton_kernel import proposed
 from triton import language as tl
 from triton.runtime import interpreter
 
 import tmm_core
 from tmm_core import Groups, Machine, Operand, Port, Problem, Resources, Scale
 from tmm_core.epilogues import parse
-from tmm_core.triton.interpreted import _mend
+from tmm_core.triton.interpreted import _mend, _quicken
 
 FP16 = torch.float16
+EIGHT = {"a": Operand(torch.float8_e4m3fn), "b": Operand(torch.float8_e4m3fn, "col")}
 #: The number of elements before and after an operand that no kernel may access.
 MARGIN = 4096
 
@@ -115,6 +117,19 @@ def test_the_interpreter_does_no_work_whose_result_it_drops(
     kernel = next(iter(KERNELS))
     run(kernel, KERNELS[kernel], torch.randn(5, 7), torch.randn(7, 6), epilogue="silu")
     assert not listed
+
+
+@dataclass(frozen=True)
+class InterpreterOptions:
+    sanitize_overflow: bool
+    debug: bool
+
+
+@pytest.mark.parametrize(("debug", "kept"), [(True, True), (False, False)])
+def test_overflow_checks_that_were_asked_for_stay(debug: bool, kept: bool) -> None:
+    builder = SimpleNamespace(options=InterpreterOptions(True, debug))
+    _quicken(SimpleNamespace(interpreter_builder=builder))
+    assert builder.options == InterpreterOptions(kept, debug)
 
 
 @pytest.fixture
@@ -726,3 +741,41 @@ def test_each_stream_and_each_capture_has_its_own_flags(monkeypatch: pytest.Monk
     assert [t.data_ptr() for t in Counters._captured] == [t.data_ptr() for t in captured[:64]]
     assert Counters(3)().shape == (3,)
     assert state.waits == 1
+
+
+def test_counters_are_as_many_as_the_kernel_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(operands, "Counters", lambda count: ("counters", count))
+    monkeypatch.setattr(operands.Build, "launch", lambda build, device: ("launch", device))
+    build = operands.Build(None, {}, {}, values={"flags": Zeros(132), "M": 64}, grid=(3, 2, 1))
+    step = build.step("cuda")
+    assert (step.launch, step.grid) == (("launch", "cuda"), (3, 2, 1))
+    assert step.arguments == {"flags": ("counters", 132), "M": 64}
+    assert build.values["flags"] == Zeros(132)  # the build may be bound again
+
+
+LEAST, MOST = (64, 32, 16, 3, 4), (128, 256, 512, 2, 8)
+
+
+@pytest.mark.parametrize(
+    ("fields", "along_k"),
+    [
+        ({}, (16, 512)), ({"a": Operand(FP16, aligned=False)}, (16, 512)),
+        (EIGHT, (32, 512)),
+        (EIGHT | {"a": replace(EIGHT["a"], aligned=False)}, (16, 512)),
+        (EIGHT | {"b": replace(EIGHT["b"], aligned=False)}, (16, 512)),
+        (dict.fromkeys("ab", Operand(torch.float32)) | {"tf32": True}, (16, 256)),
+        (dict.fromkeys("ab", Operand(torch.float64)), (16, 512)),
+    ],
+)  # fmt: skip
+def test_tiles_of_wider_and_narrower_elements(
+    fields: dict[str, Any], along_k: tuple[int, int]
+) -> None:
+    problem = replace(DECODE, **fields)
+    tiles = zip((LEAST, MOST), along_k, strict=True)
+    assert proposed(problem, [LEAST, MOST]) == [(*t[:2], k, *t[3:]) for t, k in tiles]
+
+
+def test_sums_without_tensor_cores_have_their_own_tiles() -> None:
+    for device in (DECODE.device, replace(DECODE.device, interpreted=True)):
+        problem = replace(DECODE, **dict.fromkeys("ab", Operand(torch.float32)), device=device)
+        assert proposed(problem, [LEAST]) == proposed(problem, [MOST]) != [MOST]

@@ -383,6 +383,20 @@ def test_a_thread_holds_the_pairs_that_wgmma_reads_from_it(gated: bool) -> None:
         }
 
 
+@pytest.mark.parametrize("step", [64, 128])
+def test_a_warp_holds_each_value_of_the_rows_that_it_arranges_once(step: int) -> None:
+    c = replace(next(c for c in all_constants(8, gated=False) if c.arranged), BLOCK_K=step)
+    rows = held(c.a_rows)
+    assert len(rows) == 32  # lanes
+    assert sorted(itertools.chain(*rows.values())) == list(np.ndindex(c.at_once, step))
+    for places in rows.values():
+        # Four eighths of units of 16 bytes, of each quarter of a step one.
+        units = {(row, k // 8) for row, k in places}
+        assert len(places) == 8 * len(units)
+        first = {(row, unit % (step // 32)) for row, unit in units}
+        assert len(units) == 4 * len(first)
+
+
 # -- the kernel on a model of the block ---------------------------------------------------
 
 

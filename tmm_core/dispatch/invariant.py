@@ -376,8 +376,9 @@ def _at(problem: Problem, m: int) -> Problem:
     """Return the weight's problem with M rows, of dense matrices."""
 
     def dense(operand: Operand, outer: int, inner: int, layout: Layout = "row") -> Operand:
-        aligned = outer == 1 or inner * operand.dtype.itemsize % ALIGNMENT == 0
-        return Operand(operand.dtype, layout, aligned)
+        size = inner * operand.dtype.itemsize // operand.pack
+        aligned = outer == 1 or size % ALIGNMENT == 0
+        return replace(operand, layout=layout, aligned=aligned, wide=False)
 
     if is_gradient(problem):
         a = dense(problem.a, problem.k, m, "col")
