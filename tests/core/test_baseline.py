@@ -58,8 +58,8 @@ assert cli.main(["doctor"]) == 0
 """
 
 
-def runs(*arguments: str) -> None:
-    environ = dict(os.environ, TRITON_INTERPRET="0")
+def runs(*arguments: str, **variables: str) -> None:
+    environ = dict(os.environ, TRITON_INTERPRET="0", **variables)
     command = [sys.executable, "-c", PROGRAM, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, cwd="/", env=environ)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -67,10 +67,12 @@ def runs(*arguments: str) -> None:
 
 @pytest.mark.slow
 def test_it_answers_without_metadata(tmp_path: Path) -> None:
-    """Packages on PYTHONPATH have no metadata."""
+    """Packages on PYTHONPATH have no metadata, nor a path that the locale can encode."""
+    folder = tmp_path / "paquets-é"
+    folder.mkdir()
     for package in PACKAGES:
-        (tmp_path / Path(package).name).symlink_to(ROOT / package)
-    runs(str(tmp_path))
+        (folder / Path(package).name).symlink_to(ROOT / package)
+    runs(str(folder), LC_ALL="C", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0")
 
 
 @pytest.mark.slow

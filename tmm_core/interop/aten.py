@@ -24,6 +24,7 @@ from tmm_core.interop.aten_answers import Operator
 from tmm_core.interop.aten_entries import ENTRY, entry_of
 from tmm_core.interop.aten_report import EnabledReport, OperatorReport, overhead_us
 from tmm_core.interop.host_bound import Pace
+from tmm_core.interop.libraries import library_of
 from tmm_core.launch import warm
 from tmm_core.launch.nesting import NESTING
 from tmm_core.spec.launcher import BASELINE
@@ -250,7 +251,7 @@ def _register(operator: Operator, key: str) -> None:
     """Replace torch's kernel by the operator's entry."""
     entry = entry_of(operator)
     # Kept before it replaces anything, so that an interrupted registration can be undone.
-    operator.library = torch.library.Library("aten", "IMPL")
+    operator.library = library_of("aten", "IMPL")
     with warnings.catch_warnings():
         # Torch warns once per process that a kernel is overridden, which is intended here.
         warnings.filterwarnings("ignore", ".*previously registered kernel", UserWarning)

@@ -14,6 +14,7 @@ from tmm_core import compat
 from tmm_core.interop.aten_answers import Operator
 from tmm_core.interop.aten_entries import entry_of
 from tmm_core.interop.host_bound import Pace
+from tmm_core.interop.libraries import library_of
 
 #: The number of calls in a batch, and of batches, that :func:`overhead_us` times.
 _REPEATS, _BATCHES = 40, 5
@@ -41,7 +42,7 @@ def _measured_us(name: str) -> float:
     operator = Operator(name, kernel, lambda problem: False, "heuristic", pace, lambda: None)
     _, _, signature = str(aten._schema).partition("(")
     probe = f"probe_{base}{overload}"
-    library = torch.library.Library("tmm", "FRAGMENT")
+    library = library_of("tmm", "FRAGMENT")
     try:
         with compat.without_modes(), torch.inference_mode():
             library.define(f"{probe}({signature}")

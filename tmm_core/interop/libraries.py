@@ -9,8 +9,18 @@ import torch
 
 from tmm_core import compat
 from tmm_core.interop import autograd_state
+from tmm_core.launch.codegen import written
 
 TAGS = (torch.Tag.pt2_compliant_tag,)
+
+#: Makes a library. Torch takes the file of the caller as text, so this code has a file name that
+#: UTF-8 can encode.
+library_of: Callable[[str, str], torch.library.Library] = written(
+    "library_of",
+    "namespace, kind",
+    ["return Library(namespace, kind)"],
+    {"Library": torch.library.Library},
+)
 
 #: The library of each operator.
 _libraries: dict[str, torch.library.Library] = {}
@@ -37,7 +47,7 @@ def define(
     former = _libraries.get(name)
     if former is not None:
         former._destroy()
-    library = _libraries[name] = torch.library.Library("tmm", "FRAGMENT")
+    library = _libraries[name] = library_of("tmm", "FRAGMENT")
     library.define(schema, tags=TAGS)
     library.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"tmm::{name}", fake, lib=library)
