@@ -581,6 +581,13 @@ def test_compiled_autograd() -> None:
             tmm_core.matmul(x, w, alpha=alpha, epilogue=epilogue).sum().backward()
         expected = torch.autograd.grad(parsed.apply(alpha * (x @ w)).sum(), w)
         torch.testing.assert_close((w.grad,), expected)
+    a, b = leaf(6, 8, dtype=torch.float32), leaf(2, 8, 5, dtype=torch.float32)
+    ends = torch.tensor([2, 6], dtype=torch.int32)
+    with compiled_autograd._enable(torch.compile(backend="aot_eager", fullgraph=True)):
+        tmm_core.grouped_matmul(a, b, offs=ends, epilogue="silu").sum().backward()
+    product = torch.cat([a[:2] @ b[0], a[2:] @ b[1]])
+    expected = torch.autograd.grad(F.silu(product).sum(), (a, b))
+    torch.testing.assert_close((a.grad, b.grad), expected)
 
 
 # -- what follows a product, by kernels ----------------------------------------------------
