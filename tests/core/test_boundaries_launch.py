@@ -556,7 +556,7 @@ def test_a_plan_renews_its_guards_once(
     guards, check_all = plan_module._guards, plan_module.Plan._check
     monkeypatch.setattr(plan_module, "_guards", lambda ts: (made.append(ts), guards(ts))[1])
     monkeypatch.setattr(
-        plan_module.Plan, "_check", lambda plan, ts: (checked.append(ts), check_all(plan, ts))[1]
+        plan_module.Plan, "_check", lambda *given: (checked.append(given), check_all(*given))[1]
     )
     with torch.inference_mode():
         a, b = A.clone(), B.clone()

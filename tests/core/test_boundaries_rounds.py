@@ -19,6 +19,8 @@ from fakes import problem
 
 from tmm_core import Groups, Operand, Port, Scale
 from tmm_core.epilogues import parse
+from tmm_core.launch.codegen import Body
+from tmm_core.spec.arguments import LAUNCHED_PARTS, keywords
 from tmm_core.spec.launcher import Bound
 from tmm_core.verify import (
     compare,
@@ -579,39 +581,27 @@ def test_other_forms_are_of_launchers_that_allocate() -> None:
     assert form.called == ", called with N-D operands"
 
 
-def test_a_launchers_source_has_a_plan_for_each_signature(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[Any] = []
-
-    class Plan:
-        @classmethod
-        def of(cls, problem: Any, choice: None, bound: Any, call: Any) -> Any:
-            made.append(call)
-            return SimpleNamespace(ready=lambda call: lambda *given, **parts: ("plan", len(made)))
-
-    monkeypatch.setattr(forms, "Plan", Plan)
-    instance = problem(m=4, n=8, k=8, scaled=True)
-    source = forms.Source(instance, Bound(lambda *_: "run"))  # type: ignore[arg-type,return-value]
-    a, b = torch.zeros(4, 8), torch.zeros(8, 8)
-    loose = torch.zeros(33)[1:].view(4, 8)
-    for given, alpha, found in (
-        (a, 1.0, 1), (a, 1.0, 1), (a.clone(), 1.0, 1), (a, 2.0, 2), (loose, 1.0, 3),
-        (torch.zeros(4, 16)[:, :8], 1.0, 4), (a, 1.0, 4),
-    ):  # fmt: skip
-        assert source(given, b, None, None, alpha, None)[1] == found
-    assert [call.alpha for call in made] == [1.0, 2.0, 1.0, 1.0]
-    assert [call.formats for call in made] == [""] * 4
-    weight = Operand(torch.int8, "col", format="int8", scale=Scale.parse("row"))
-    stored = problem(m=4, n=8, k=8, a=Operand(HALF), b=weight, out=Operand(HALF))
-    of_format = forms.Source(stored, Bound(NONE))
-    scale = torch.ones(8)
-    of_format(
-        a.half(), torch.zeros(8, 8, dtype=torch.int8).mT, None, None, 1.0, None, b_scale=scale
-    )
-    assert (made[-1].formats, made[-1].scale_b is scale) == (",int8", True)
-    plans = {given: source(a, b, None, None, 1.0, torch.empty(4, 8))[0] for given in "x"}
-    assert plans == {"x": "plan"}
+def test_a_launchers_source_runs_after_what_a_plan_puts_before_it() -> None:
+    """Addresses of the tensors that a problem has; and no plan takes an output with gaps or at an
+    odd address."""
+    asked: list[str] = []
+    lines = ("return a_ptr, b_ptr, bias_ptr, (a, b, bias, alpha, out, b_scale, more)",)
+    body = Body(lambda again: asked.append(again) or "pass", lines, {"more": 3})  # type: ignore[func-returns-value]
+    bound: Any = Bound(lambda *given, **parts: ("run", given, parts["b_scale"]), body=body)
+    source: Any = forms.source_of(bound, problem(m=4, n=8, k=8, bias=torch.float32))
+    a, b, bias, scale = torch.zeros(4, 8), torch.zeros(8, 8), torch.zeros(8), torch.ones(8)
+    for out in (None, torch.empty(4, 8)):
+        *pointers, given = source(a, b, bias, None, 2.0, out, b_scale=scale)
+        assert pointers == [a.data_ptr(), b.data_ptr(), bias.data_ptr()]
+        assert given == (a, b, bias, 2.0, out, scale, 3)
     for out in (torch.empty(4, 16)[:, :8], torch.empty(33)[1:].view(4, 8)):
-        assert source(a, b, None, None, 1.0, out) == "run"  # a plan refuses such an output
+        assert source(a, b, bias, None, 2.0, out, b_scale=scale) == (
+            "run", (a, b, bias, None, 2.0, out), scale
+        )  # fmt: skip
+    assert asked == [f"source(a, b, bias, residual, alpha, out{keywords(LAUNCHED_PARTS)})"]
+    bare: Any = forms.source_of(Bound(bound.run, body=body), problem(m=4, n=8, k=8))
+    with pytest.raises(NameError, match="bias_ptr"):
+        bare(a, b, None, None, 1.0, None)
 
 
 def test_results_of_n_d_operands_have_the_shape_of_the_call() -> None:
@@ -1084,7 +1074,7 @@ def test_a_launcher_of_n_d_operands_is_also_launched_by_its_source(
 
         return run
 
-    monkeypatch.setattr(ways_of_use, "Source", lambda problem, bound: by(bound.body))
+    monkeypatch.setattr(ways_of_use, "source_of", lambda bound, problem: by(bound.body))
     data = DataSets(problem(m=6, n=8, k=4), CPU, 1 << 26)
     of = data.sets()[0]
     checks = ways_of_use.WaysOfUse(data, by("run"), True, False)

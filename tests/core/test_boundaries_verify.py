@@ -32,6 +32,7 @@ from tmm_core import Groups, Operand, Port
 from tmm_core.epilogues import parse
 from tmm_core.epilogues.clamped_swiglu import CLAMPED
 from tmm_core.formats import FORMATS
+from tmm_core.launch.codegen import Body
 from tmm_core.spec.launcher import Bound
 from tmm_core.spec.operand import Scale
 from tmm_core.verify import (
@@ -1608,10 +1609,11 @@ def test_n_d_operands_of_a_launcher_have_one_dimension_more(
     found = forms.forms_of(Bound(torch.add, folded=lambda *_: None), instance)
     assert list(found) == ["called with N-D operands"]
     assert found["called with N-D operands"].lead == lead
-    body: Any = object()
-    [source] = forms.forms_of(Bound(torch.add, body=body), instance).items()
-    assert source[0] == "called as a plan's source"
-    assert (source[1].bound.body, source[1].problem) == (body, instance)
+    body = Body(lambda again: "pass", ("return a_ptr",), {})
+    [(name, source)] = forms.forms_of(Bound(torch.add, body=body), instance).items()
+    assert name == "called as a plan's source"
+    t = torch.zeros(1)
+    assert source(t, t, None, None, 1.0, None) == t.data_ptr()
     assert forms.forms_of(Bound(torch.add), instance) == {}
     assert forms.forms_of(Bound(torch.add, folded=lambda *_: None), replace(instance, m=0)) == {}
 

@@ -104,9 +104,6 @@ class Plan(_Callable):
     problem: Problem
     choice: Choice
     launcher: Launcher
-    alpha: float
-    #: The properties on which the plan depends, by tensor name.
-    signatures: Mapping[str, tuple[Any, ...]]
     #: The launcher with all extras as positional arguments. It passes on the plan's extras.
     with_extras: Callable[..., Tensor]
     #: The launcher's own source, if it has one.
@@ -121,13 +118,11 @@ class Plan(_Callable):
         call: Arguments | GroupedArguments,
     ) -> Plan:
         """Return the plan for the tensors of ``call``."""
-        named = ((name, getattr(call, name)) for name in TENSORS)
-        signatures = {name: signature(name)(t) for name, t in named if t is not None}
         bound = Bound.of(launcher)
         extras = EXTRAS if isinstance(call, Arguments) else GROUPED_EXTRAS
         given = [name for name in extras if getattr(call, name) is not None]
         with_extras = _with_extras(problem, bound.run, extras, given) if given else bound.run
-        return cls(problem, choice, bound.run, call.alpha, signatures, with_extras, bound.body)
+        return cls(problem, choice, bound.run, with_extras, bound.body)
 
     def __deepcopy__(self, memo: Any = None) -> Plan:
         """The plan itself, which never changes: a model that holds a plan can be copied."""
@@ -193,21 +188,23 @@ class Plan(_Callable):
     def _written(self, call: Arguments) -> Callable[..., Tensor]:
         """Return the function that a call runs: checks that read each tensor once, then the
         launcher, inlined if it has source."""
-        given, extras = list(self.signatures), [n for n in EXTRAS if n in self.signatures]
+        named = zip(TENSORS, call.tensors, strict=True)
+        signatures = {name: signature(name)(t) for name, t in named if t is not None}
+        given, extras = list(signatures), [name for name in EXTRAS if name in signatures]
         body = self.body
         # The address modulo 16 of each tensor that kernels address.
-        planned = {n: seen[3] for n, seen in self.signatures.items() if ROLE[n].key == SIGNATURE}
+        planned = {n: seen[3] for n, seen in signatures.items() if ROLE[n].key == SIGNATURE}
         pointers = [address(name) for name in planned]
         absent = [f" or {name} is not None" for name in TENSORS if name not in given]
         everything = ", ".join(TENSORS)
         again = f"call(a, b, bias, residual, out{keywords(EXTRAS)})"
         namespace = {**(body.namespace if body else {}), "plan_launcher": self.launcher}
-        namespace |= {"alpha": self.alpha}
+        namespace |= {"alpha": call.alpha}
         renewed = False
 
         def check(*tensors: Tensor | None) -> None:
             nonlocal renewed
-            self._check(tensors)
+            self._check(signatures, tensors)
             # The tensors differ from the guards in an irrelevant property, such as inference mode.
             # The guards are renewed only once, in case calls alternate.
             if not renewed and (guards := _guards(tensors)) is not None:
@@ -247,8 +244,11 @@ class Plan(_Callable):
         taken = [*common, "out", "*", *EXTRAS]
         return written("call", parameters(taken), lines, namespace)  # type: ignore[no-any-return]
 
-    def _check(self, tensors: Sequence[Tensor | None]) -> None:
-        """Check a call's tensors, in the order of ``TENSORS``, against the plan.
+    def _check(
+        self, signatures: Mapping[str, tuple[Any, ...]], tensors: Sequence[Tensor | None]
+    ) -> None:
+        """Check a call's tensors, in the order of ``TENSORS``, against the plan's ``signatures``:
+        the properties on which the plan depends, by tensor name.
 
         Raises:
             ValueError: See :class:`Plan`.
@@ -257,7 +257,7 @@ class Plan(_Callable):
         check_tensors("plan", **named)
         self._refuse_lazy(named.items())
         for name, t in named.items():
-            planned, found = self.signatures.get(name), None if t is None else signature(name)(t)
+            planned, found = signatures.get(name), None if t is None else signature(name)(t)
             if planned != found:
                 raise ValueError(self._mismatch(name, FIELDS[ROLE[name].key], planned, found))
 

@@ -6,15 +6,15 @@ operands, may be wrong where the launcher itself is right.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from tmm_core.launch.codegen import address, written
 from tmm_core.launch.fold import Fold
-from tmm_core.launch.plan import Plan
-from tmm_core.spec.arguments import PARTS, Arguments
-from tmm_core.spec.launcher import Bound
+from tmm_core.spec.arguments import LAUNCHED, LAUNCHED_PARTS, keywords, launch_parameters
+from tmm_core.spec.launcher import Bound, Launcher
 from tmm_core.spec.problem import Problem
 from tmm_core.verify.ragged_inputs import Inputs, divided
 
@@ -25,33 +25,21 @@ class WrongError(Exception):
     """A launch was wrong; the text says how, in one line."""
 
 
-@dataclass(frozen=True)
-class Source:
-    """Calls a launcher's source as plans do, with a plan for each signature."""
-
-    problem: Problem
-    bound: Bound
-    plans: dict[Any, Plan] = field(default_factory=dict)
-
-    def __call__(
-        self, a: Tensor, b: Tensor, bias: Any, residual: Any, alpha: float, out: Any, **parts: Any
-    ) -> Tensor:
-        if out is not None and not (out.is_contiguous() and out.data_ptr() % 16 == 0):
-            return self.bound(a, b, bias, residual, alpha, out, **parts)  # no plan takes it
-        problem = self.problem
-        extras: Any = {r.name: t for r in PARTS if (t := parts.get(r.keyword)) is not None}
-        given = (a, b, bias, residual, *extras.values())
-        seen = ((t.shape, t.stride(), t.data_ptr() % 16) for t in given if t is not None)
-        key = alpha, *seen
-        if (plan := self.plans.get(key)) is None:
-            names = f"{problem.a.spelled},{problem.b.spelled}"
-            call = Arguments(
-                a, b, bias, residual, alpha, problem.epilogue.key, **extras,
-                formats="" if names == "," else names,
-            )  # fmt: skip
-            plan = Plan.of(problem, None, self.bound, call).ready(call)  # type: ignore[arg-type]
-            self.plans[key] = plan
-        return plan(a, b, bias, residual, out, **extras)
+def source_of(bound: Bound, problem: Problem) -> Launcher:
+    """Return a launcher that runs a launcher's source, after the statements that a plan puts before
+    it."""
+    terms = {"bias": problem.bias, "residual": problem.residual}
+    given = ["a", "b", *(name for name, term in terms.items() if term is not None)]
+    arguments = f"({', '.join(LAUNCHED)}{keywords(LAUNCHED_PARTS)})"
+    lines = [
+        "if out is not None and not (out.is_contiguous() and out.data_ptr() % 16 == 0):",
+        f"    return source_launcher{arguments}  # no plan takes this output",
+        bound.body.on_device(f"source{arguments}"),
+        *map(address, given),
+        *bound.body.lines,
+    ]
+    namespace = {**bound.body.namespace, "source_launcher": bound.run}
+    return written("source", launch_parameters(), lines, namespace)  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
@@ -95,7 +83,7 @@ def forms_of(bound: Bound, problem: Problem) -> dict[str, Any]:
     """Return the other forms of a launcher, by a phrase that names them in messages."""
     found: dict[str, Any] = {}
     if bound.body is not None:
-        found["called as a plan's source"] = Source(problem, bound)
+        found["called as a plan's source"] = source_of(bound, problem)
     if bound.folded is not None and 0 not in problem.out_shape:
         lead = (1, problem.m if problem.batch == 1 else problem.batch)
         found["called with N-D operands"] = Folded(problem, bound, lead)

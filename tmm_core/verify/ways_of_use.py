@@ -21,7 +21,7 @@ from tmm_core.spec.problem import Problem
 from tmm_core.spec.steps import Steps
 from tmm_core.verify.checked_launch import CheckedLauncher
 from tmm_core.verify.data_sets import InputSet
-from tmm_core.verify.forms import Source, WrongError, flattened, forms_of
+from tmm_core.verify.forms import WrongError, flattened, forms_of, source_of
 from tmm_core.verify.further_inputs import Mode, Round, plans_of, restoring
 from tmm_core.verify.guard_bands import in_class
 from tmm_core.verify.ragged_inputs import Inputs, divided
@@ -62,7 +62,7 @@ class WaysOfUse(CheckedLauncher):
     def _folded(self, of: InputSet, given: Inputs, bound: Bound, shape: tuple[int, ...]) -> None:
         forms: list[Any] = [bound.run]
         if bound.body is not None:
-            forms.append(Source(self._data.problem, bound))
+            forms.append(source_of(bound, self._data.problem))
         when = f", for operands of shapes {tuple(given.a.shape)} and {tuple(given.b.shape)}"
         for form in forms:
 
