@@ -23,11 +23,10 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future, wait
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import replace
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pebble
 import pytest
@@ -41,10 +40,17 @@ from tmm_core.registry.registry import Registry
 from tmm_core.spec import watch
 from tmm_core.spec.kernel import Candidate
 from tmm_core.tuning import compile_pool, first_launch, pool_host
-from tmm_core.tuning.compile_pool import Compilers, HungError, Kind, NotCompiledError
+from tmm_core.tuning.compile_pool import Compilers, HungError, NotCompiledError
 from tmm_core.tuning.first_launch import FirstLaunches
 
-KIND = Kind(True, {"OF_KIND": "1"}, "compiled here", "took over {}", "it {}", "raised {}")
+
+class OfKind(Compilers):
+    variables: ClassVar = {"OF_KIND": "1"}
+    without, late, died, raised = "compiled here", "took over {}", "it {}", "raised {}"
+
+
+class Importing(OfKind):
+    forks = False
 
 
 class Compiling(FakeKernel):
@@ -678,7 +684,7 @@ class Parent:
         self.killed: list[Any] = []
         self.faults: queue.Queue[str] = queue.Queue()
 
-    def host(self, kind: Kind = KIND, **environ: str) -> tuple[Any, Started]:
+    def host(self, kind: type[Compilers] = OfKind, **environ: str) -> tuple[Any, Started]:
         host = compile_pool._Host(kind, 4, environ, self.faults.put)
         return host, self.started[-1]
 
@@ -727,7 +733,7 @@ def test_how_a_host_is_started(
 ) -> None:
     monkeypatch.setattr(sys, "path", ["/one", "", "/two", 3])
     monkeypatch.setattr(sys, "flags", SimpleNamespace(no_user_site=no_user_site))
-    for kind, word in ((KIND, "forks"), (replace(KIND, forks=False), "imports")):
+    for kind, word in ((OfKind, "forks"), (Importing, "imports")):
         host, process = parent.host(kind, HOME="/here")
         python, *options, program, workers, how, folder = process.command
         assert python == sys.executable
@@ -861,7 +867,7 @@ def test_a_host_that_does_not_start_is_a_fault(
 
 
 def test_an_invalid_answer_is_a_fault(parent: Parent) -> None:
-    compilers = Compilers(1, kind=KIND)
+    compilers = OfKind(1)
     future = compilers.submit(problem(), candidate())
     host: Any = compilers._host
     reports: queue.Queue[str] = queue.Queue()
@@ -917,7 +923,7 @@ def test_a_host_is_apart_from_this_process_and_its_terminal(parent: Parent) -> N
         assert options["stdout"] is subprocess.DEVNULL
         assert process.command[:3] == [sys.executable, "-W", "ignore"]
         folder = process.command[-1]
-        assert process.command[-3:] == ["4", "forks" if KIND.forks else "imports", folder]
+        assert process.command[-3:] == ["4", "forks" if OfKind.forks else "imports", folder]
         assert os.path.isdir(folder)
     finally:
         host.close()
@@ -926,7 +932,7 @@ def test_a_host_is_apart_from_this_process_and_its_terminal(parent: Parent) -> N
 def test_the_contents_of_a_compile_job(parent: Parent, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HERE", "1")
     monkeypatch.setenv("OF_KIND", "0")
-    with contextlib.closing(Compilers(3, 5.0, KIND)) as compilers:
+    with contextlib.closing(OfKind(3, 5.0)) as compilers:
         compilers.submit(problem(), candidate(2))
         (process,) = parent.started
         assert process.command[-3] == "3"
@@ -976,7 +982,7 @@ def test_a_host_is_started_only_for_jobs_that_it_can_do(
             registry = Registry()
             registry.register(plugin(kernel), "fakes")
         given = kernel if plain else registry.kernel("k")
-        with contextlib.closing(Compilers(1, kind=KIND)) as compilers:
+        with contextlib.closing(OfKind(1)) as compilers:
             future = compilers.submit(problem(), Candidate(given, kernel.config_type()), **more)
             assert (len(parent.started) == 1 + plain) is ahead or not ahead
             assert future.done() is not ahead
@@ -986,7 +992,7 @@ def test_a_host_is_started_only_for_jobs_that_it_can_do(
 def test_how_long_the_start_of_a_host_is_waited_for(
     parent: Parent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with contextlib.closing(Compilers(1, kind=KIND)) as compilers:
+    with contextlib.closing(OfKind(1)) as compilers:
         assert not compilers.are_starting([Future()])
         future = compilers.submit(problem(), candidate())
         done: Future[None] = Future()
@@ -1010,7 +1016,7 @@ def test_how_long_the_start_of_a_host_is_waited_for(
 def test_a_forked_child_has_a_pool_of_its_own(
     parent: Parent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with contextlib.closing(Compilers(1, kind=KIND)) as compilers:
+    with contextlib.closing(OfKind(1)) as compilers:
         compilers.submit(problem(), candidate())
         host, lock, ours = compilers._host, compilers._lock, os.getpid()
         assert host is not None
@@ -1082,7 +1088,7 @@ def test_the_pool_of_the_process_is_closed_at_exit(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(atexit, "register", closed.append)
     made = compile_pool.default.__wrapped__()
     assert closed == [made.close]
-    assert (made.limit, made._kind) == (compile_pool.COMPILE_LIMIT, compile_pool._COMPILE)
+    assert (made.limit, type(made)) == (compile_pool.COMPILE_LIMIT, Compilers)
 
 
 # -- first launches --------------------------------------------------------------------------------
@@ -1091,8 +1097,7 @@ def test_the_pool_of_the_process_is_closed_at_exit(monkeypatch: pytest.MonkeyPat
 class Workers:
     """Compilers whose answers a test sets."""
 
-    def __init__(self, *given: Any) -> None:
-        self.given = given
+    def __init__(self) -> None:
         self.calls: list[Any] = []
         self.cancelled: list[Any] = []
         self.outcome: BaseException | None = None
@@ -1108,17 +1113,14 @@ class Workers:
     def cancel_pending(self, launches: Any) -> None:
         self.cancelled += launches
 
-    def close(self) -> None:
-        self.calls.append("closed")
-
 
 def test_of_a_kernel_and_a_problem_two_first_launches_may_hang(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(first_launch, "Compilers", Workers)
-    launches = FirstLaunches(torch.device("cuda:1"))
-    workers: Any = launches._workers
-    assert workers.given == (1, first_launch.LAUNCH_LIMIT, first_launch._LAUNCH)
+    launches, workers = FirstLaunches(torch.device("cuda:1")), Workers()
+    assert (launches.workers, launches.limit) == (1, first_launch.LAUNCH_LIMIT)
+    for name in ("submit", "cancel_pending"):
+        monkeypatch.setattr(launches, name, getattr(workers, name))
     here, there = problem(), problem(m=3)
 
     def tried(tile: int, outcome: Any = None, instance: Any = here, name: str = "k") -> Any:
@@ -1141,5 +1143,3 @@ def test_of_a_kernel_and_a_problem_two_first_launches_may_hang(
     with pytest.raises(KeyboardInterrupt):
         tried(11, KeyboardInterrupt(), there)
     assert len(workers.cancelled) == len(workers.calls)  # the launch continues in no process
-    launches.close()
-    assert workers.calls[-1] == "closed"

@@ -1023,7 +1023,7 @@ def test_variables_that_would_keep_a_python_process_are_not_passed_to_compilers(
     kept = {"HOME": "/here", "PYTHONHASHSEED": "3", "TRITON_CACHE_DIR": "/there"}
     left = dict.fromkeys(("PYTHONINSPECT", "PYTHONSTARTUP", "PYTHONWARNINGS", "PYTHONVERBOSE"), "1")
     with pytest.raises(OSError, match="enough"):
-        compile_pool._Host(compile_pool._COMPILE, 1, kept | left, lambda fault: None)
+        compile_pool._Host(compile_pool.Compilers, 1, kept | left, lambda fault: None)
     assert {name: passed.get(name) for name in kept} == kept
     assert not passed.keys() & left.keys()
 

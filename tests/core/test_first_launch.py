@@ -129,7 +129,7 @@ def test_a_kernel_is_left_out_after_two_hangs(
     first = FirstLaunches(torch.device("cpu"))
     late: Future[None] = Future()
     late.set_exception(HungError("its first launch did not end within 60 s"))
-    monkeypatch.setattr(first._workers, "submit", lambda *_, **more: late)
+    monkeypatch.setattr(first, "submit", lambda *_, **more: late)
     hang = Candidate(installed.kernel, installed.kernel.default_config(None))
     messages = [str(first.failure(problem(), hang, 1 << 28)) for _ in range(4)]
     assert messages[:2] == ["its first launch did not end within 60 s"] * 2
@@ -177,7 +177,7 @@ def test_ctrl_c_stops_at_once_and_leaves_no_process(
     kernel = installed.kernel
     hang = Candidate(kernel, type(kernel.default_config(None))(tile=2))
     first = FirstLaunches(torch.device("cpu"))
-    submit = first._workers.submit
+    submit = first.submit
 
     def submitted(*arguments: Any, **more: Any) -> Future[None]:
         launch = submit(*arguments, **more)
@@ -190,7 +190,7 @@ def test_ctrl_c_stops_at_once_and_leaves_no_process(
         monkeypatch.setattr(launch, "result", interrupted)
         return launch
 
-    monkeypatch.setattr(first._workers, "submit", submitted)
+    monkeypatch.setattr(first, "submit", submitted)
     with pytest.raises(KeyboardInterrupt):
         first.failure(problem(), hang, 1 << 28)
     started = time.monotonic()

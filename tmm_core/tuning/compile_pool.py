@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from tmm_base.guards import suppress
 
@@ -55,15 +55,6 @@ START_LIMIT = 60.0
 START_PATIENCE = 20.0
 #: Seconds the pool may take to end before it is killed.
 _END_LIMIT = 2.0
-#: Environment variables of compiling processes. They keep numerical libraries from starting
-#: threads, since a process with threads should not fork.
-_COMPILING = {
-    "CUDA_VISIBLE_DEVICES": "",
-    "HIP_VISIBLE_DEVICES": "",
-    "OMP_NUM_THREADS": "1",
-    "OPENBLAS_NUM_THREADS": "1",
-    "MKL_NUM_THREADS": "1",
-}
 #: Variables that would keep a Python process from ending, or change its output.
 _NOT_PASSED = ("PYTHONINSPECT", "PYTHONSTARTUP", "PYTHONWARNINGS", "PYTHONVERBOSE")
 
@@ -98,42 +89,31 @@ class HungError(NotCompiledError):
     """A candidate did not end in time."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Kind:
-    """A kind of pool: how its workers start, and the texts of failures."""
+class Compilers:
+    """Compiles candidates in worker processes, which are started with the first job. ``limit`` is
+    the time in seconds that one candidate may take. Pools for other jobs override the
+    attributes."""
 
     #: Whether workers are forked from a process that has imported everything. If not, each worker
     #: imports everything itself, and may use CUDA.
-    forks: bool
-    #: Environment variables of the workers.
-    variables: Mapping[str, str]
+    forks = True
+    #: Environment variables of the workers. They keep numerical libraries from starting threads,
+    #: since a process with threads should not fork.
+    variables: ClassVar[Mapping[str, str]] = {
+        "CUDA_VISIBLE_DEVICES": "",
+        "HIP_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+        "MKL_NUM_THREADS": "1",
+    }
     #: The warning where no process can be started.
-    without: str
+    without = "kernels are compiled in this process, since others failed"
     #: The reasons of candidates that took too long, whose process died, and that raised.
-    late: str
-    died: str
-    raised: str
+    late, died, raised = "did not compile within {}", "its compiler {}", "{}"
 
-
-_COMPILE = Kind(
-    True,
-    _COMPILING,
-    "kernels are compiled in this process, since others failed",
-    "did not compile within {}",
-    "its compiler {}",
-    "{}",
-)
-
-
-class Compilers:
-    """Runs candidates' jobs in worker processes, which are started with the first job. ``limit`` is
-    the time in seconds that one candidate may take."""
-
-    def __init__(
-        self, workers: int | None = None, limit: float = COMPILE_LIMIT, kind: Kind = _COMPILE
-    ) -> None:
+    def __init__(self, workers: int | None = None, limit: float = COMPILE_LIMIT) -> None:
         self.workers = workers or compiling_threads() + _SPARE
-        self.limit, self._kind = limit, kind
+        self.limit = limit
         self._lock = threading.Lock()
         self._host: _Host | None = None
         self._process = os.getpid()
@@ -191,7 +171,7 @@ class Compilers:
 
     def _environment(self) -> dict[str, Any]:
         """Return the environment of a job, which may have changed since the pool was started."""
-        return {"environ": {**os.environ, **self._kind.variables}, "folder": _folder()}
+        return {"environ": {**os.environ, **self.variables}, "folder": _folder()}
 
     def _running(self) -> _Host | None:
         """Return the host, a new one if its plugins differ; None if none can be started."""
@@ -206,7 +186,7 @@ class Compilers:
         if self._host is None:
             try:
                 environ = self._environment()["environ"]
-                self._host = _Host(self._kind, self.workers, environ, self._report)
+                self._host = _Host(type(self), self.workers, environ, self._report)
             except (OSError, RuntimeError) as error:  # no descriptor, no thread
                 reraise(error)
                 self._report(error_text(error))
@@ -215,7 +195,7 @@ class Compilers:
     def _report(self, fault: str) -> None:
         if not self._broken:
             self._broken = True
-            warn(f"{self._kind.without}: {fault}")
+            warn(f"{self.without}: {fault}")
 
 
 @functools.cache
@@ -231,7 +211,11 @@ class _Host:
     a fault, at most once. OSError or RuntimeError if no process or thread can be started."""
 
     def __init__(
-        self, kind: Kind, workers: int, environ: dict[str, str], report: Callable[[str], None]
+        self,
+        kind: type[Compilers],
+        workers: int,
+        environ: dict[str, str],
+        report: Callable[[str], None],
     ) -> None:
         self._kind, self._report = kind, report
         self.circumstances = _circumstances()

@@ -8,12 +8,13 @@ candidates that pass are launched here.
 from __future__ import annotations
 
 from collections import Counter
+from typing import ClassVar
 
 import torch
 
 from tmm_core.spec.kernel import Candidate
 from tmm_core.spec.problem import Problem
-from tmm_core.tuning.compile_pool import Compilers, HungError, Kind, NotCompiledError
+from tmm_core.tuning.compile_pool import Compilers, HungError, NotCompiledError
 
 #: Seconds that binding and launching one candidate may take.
 LAUNCH_LIMIT = 60.0
@@ -22,22 +23,20 @@ LAUNCH_LIMIT = 60.0
 MOST_HUNG = 2
 
 _SKIPPED = f"not tried: {MOST_HUNG} other configs of it hung in their first launch"
-_LAUNCH = Kind(
-    forks=False,
-    variables={},
-    without="first launches are made in this process, since none can be started",
-    late="its first launch did not end within {}",
-    died="its first launch: the process {}",
-    raised="its first launch raised {}",
-)
 
 
-class FirstLaunches:
+class FirstLaunches(Compilers):
     """Launches candidates on a device in a worker process, which the first of them starts."""
 
+    forks = False
+    variables: ClassVar = {}
+    without = "first launches are made in this process, since none can be started"
+    late, died = "its first launch did not end within {}", "its first launch: the process {}"
+    raised = "its first launch raised {}"
+
     def __init__(self, device: torch.device) -> None:
+        super().__init__(1, LAUNCH_LIMIT)
         self._device = str(device)
-        self._workers = Compilers(1, LAUNCH_LIMIT, _LAUNCH)
         self._hung: Counter[tuple[str, Problem]] = Counter()
 
     def failure(
@@ -49,16 +48,12 @@ class FirstLaunches:
         about = candidate.kernel.name, problem
         if self._hung[about] >= MOST_HUNG:
             return NotCompiledError(_SKIPPED)
-        launch = self._workers.submit(problem, candidate, device=self._device, memory=memory)
+        launch = self.submit(problem, candidate, device=self._device, memory=memory)
         try:
             launch.result()
         except NotCompiledError as failure:
             self._hung[about] += isinstance(failure, HungError)
             return failure
         finally:
-            self._workers.cancel_pending([launch])  # pending if this was interrupted
+            self.cancel_pending([launch])  # pending if this was interrupted
         return None
-
-    def close(self) -> None:
-        """End the worker."""
-        self._workers.close()
