@@ -15,6 +15,8 @@ values that ``wgmma`` expects in its registers.
 * Scales of groups are applied to the sums of each step, in fp32. A tile of 256 rows has no
   registers for two sums, and a step has several groups of 32. In both cases the weight's values
   are multiplied by their scale and rounded to 16 bits, as dequantising does.
+* A tile of 80, 96, 160 or 192 rows of ``a`` has two parts with products and sums of their own. Both
+  read the same decoded values.
 * Blocks are persistent: the next tile's operands arrive while the last tile is stored.
 * Where the last wave of tiles is incomplete, blocks may share the last tiles equally (stream-K).
 """
@@ -29,7 +31,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import triton
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -58,6 +59,8 @@ _REGISTERS: dict[bool, dict[int, tuple[int, int]]] = {
 _IN_TURN = 128
 #: Rows of a tile of ``a`` that three warps can rearrange while others multiply.
 _MOST_ARRANGED = 32
+#: Rows of a tile of ``a``: where choices are made (``tmm_core.spec.bucket``), in one or two parts.
+_HEIGHTS = (16, 32, 64, 80, 96, 128, 160, 192, 256)
 #: A digest of the device code, for Triton's cache key (:class:`Constants`).
 _SOURCE = hashlib.sha256(
     b"".join(
@@ -98,7 +101,7 @@ class MixedInputConfig(TileConfig):
     early: str = ""
 
     def __post_init__(self) -> None:
-        check("BLOCK_M", self.BLOCK_M, (16, 32, 64, 128, 256))
+        check("BLOCK_M", self.BLOCK_M, _HEIGHTS)
         check("BLOCK_K", self.BLOCK_K, (64, 128))
         check("num_stages", self.num_stages, range(2, 17))
         check("num_warps", self.num_warps, (4,))
@@ -113,8 +116,20 @@ class MixedInputConfig(TileConfig):
             raise ValueError("either splits or stream_k")
         if self.arranged and self.BLOCK_M > _MOST_ARRANGED:
             raise ValueError(f"at most {_MOST_ARRANGED} rows are arranged, not {self.BLOCK_M}")
+        if self.rest and self.k_ways > 1:
+            raise ValueError(f"consumers cannot share the steps of a tile of {self.BLOCK_M} rows")
         if self.BLOCK_N // self.n_ways not in (_WGMMA, 2 * _WGMMA):
             raise ValueError(f"{self.n_ways} consumers cannot share {self.BLOCK_N} columns")
+
+    @property
+    def first(self) -> int:
+        """Rows of a tile's first part: a power of two, as Triton requires of all tensors."""
+        return 1 << self.BLOCK_M.bit_length() - 1
+
+    @property
+    def rest(self) -> int:
+        """Rows of its other part, or 0."""
+        return self.BLOCK_M - self.first
 
     @property
     def n_ways(self) -> int:
@@ -325,8 +340,13 @@ class Constants(MixedInputConfig):
 
     @property
     def sums(self) -> gl.NVMMADistributedLayout:
-        """The layout of a consumer's sums, [rows, BLOCK_M]."""
-        return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, self.BLOCK_M, 16])
+        """The layout of a consumer's sums of a tile's first part, [rows, first]."""
+        return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, self.first, 16])
+
+    @property
+    def sums_of_rest(self) -> gl.NVMMADistributedLayout:
+        """The same of the other part, [rows, rest]."""
+        return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, self.rest, 16])
 
     @property
     def worker_warps(self) -> list[int]:
@@ -343,7 +363,7 @@ class Constants(MixedInputConfig):
         return [consumer] * (self.consumers - 1) + [others] * 4
 
 
-#: BLOCK_K, consumers, k_ways, and rows of the weight per consumer, by BLOCK_M.
+#: BLOCK_K, consumers, k_ways, and rows of the weight per consumer, by the maximum BLOCK_M.
 _SHAPES = {
     16: (
         (128, 1, 1, 64), (128, 2, 2, 64), (128, 3, 3, 64), (128, 4, 4, 64), (128, 2, 1, 64),
@@ -357,9 +377,13 @@ _SHAPES = {
         (128, 1, 1, 64), (128, 2, 2, 64), (128, 3, 3, 64), (128, 2, 1, 64), (64, 4, 2, 64),
         (64, 2, 1, 128), (64, 2, 2, 128),
     ),
+    96: (
+        (128, 2, 1, 64), (64, 2, 1, 64), (64, 2, 1, 128), (128, 3, 1, 64), (64, 3, 1, 64),
+    ),
     128: (
         (128, 2, 1, 64), (64, 2, 1, 64), (64, 2, 1, 128), (64, 1, 1, 64), (64, 2, 2, 64),
     ),
+    192: ((64, 2, 1, 64), (128, 2, 1, 64), (64, 3, 1, 64), (64, 2, 1, 128)),
     256: ((64, 2, 1, 64), (128, 2, 1, 64), (64, 1, 1, 64)),
 }  # fmt: skip
 
@@ -397,12 +421,14 @@ _HAND_US, _PART_US = 0.5, 2.5e-4
 _OVERLAP = 2.5
 
 
-def _every_shape() -> Iterator[tuple[int, int, int, int]]:
-    """Yield every shape for an exhaustive search, also those that no measurement favoured."""
+def _shapes(m: int) -> Iterable[tuple[int, int, int, int]]:
+    """Return the shapes of tiles of ``m`` rows; for an exhaustive search every possible one."""
+    if SEARCH_LIMITED.get():
+        return next(shapes for most, shapes in _SHAPES.items() if m <= most)
     counts = range(1, 5)
-    for k, consumers, share, rows in itertools.product((64, 128), counts, counts, (64, 128)):
-        if consumers % share == 0:
-            yield k, consumers, share, rows
+    every = itertools.product((64, 128), counts, counts, (64, 128))
+    whole = m & (m - 1) == 0
+    return [shape for shape in every if shape[1] % shape[2] == 0 and (whole or shape[2] == 1)]
 
 
 class MixedInput(Built[MixedInputConfig]):
@@ -457,13 +483,9 @@ class MixedInput(Built[MixedInputConfig]):
         return f"{self.name}/{c.BLOCK_K}/{c.k_ways}/{c.splits}/{how}"
 
     def configs(self, problem: Problem) -> list[MixedInputConfig]:
-        rows = max(16, min(256, triton.next_power_of_2(_rows_per_group(problem)[0])))
         fitting: list[MixedInputConfig] = []
-        for m in (16, 32, 64, 128, 256):
-            # More than one tile of few rows would decode the weight again. Some groups are larger
-            # than the mean.
-            if m == rows or (64 <= m < rows) or (problem.groups and rows < m <= 4 * rows):
-                fitting += self._fitting(problem, m)
+        for m in _heights(problem):
+            fitting += self._fitting(problem, m)
         fitting = sorted(dict.fromkeys(fitting), key=lambda c: self.estimate_us(problem, c))
         # On an H200 waiting was never more than 3 % slower, and mostly 5 % faster.
         waiting = [replace(c, early="wait") for c in fitting if "wait" in ways(problem)]
@@ -476,7 +498,7 @@ class MixedInput(Built[MixedInputConfig]):
 
     def _fitting(self, problem: Problem, m: int) -> Iterator[MixedInputConfig]:
         """Yield the configs with tiles of ``m`` rows, and as many stages as fit."""
-        for k, consumers, share, rows in _SHAPES[m] if SEARCH_LIMITED.get() else _every_shape():
+        for k, consumers, share, rows in _shapes(m):
             if problem.batch_invariant:
                 if share > 1 or m > 128:
                     continue  # the sums of a row must not depend on M
@@ -554,13 +576,14 @@ class MixedInput(Built[MixedInputConfig]):
     def builds(self, problem: Problem, config: MixedInputConfig) -> list[Build]:
         c, groups, split = Constants.of(problem, config), problem.groups, config.splits > 1
         own: Typed = {
-            "a_desc": _map("a", [c.BLOCK_M, c.BLOCK_K], problem.a.dtype),
+            "a_desc": _map("a", [c.first, c.BLOCK_K], problem.a.dtype),
             "b_desc": _map("b", [1] * c.RAGGED + [c.high, c.wide], c.unit),
         }
-        if split:
+        if c.rest:
+            own["rest_desc"] = _map("a", [c.rest, c.BLOCK_K], problem.a.dtype)
+        if split or c.stream_k:
             own["partials_ptr"] = ("*fp32", "workspace")
         if c.stream_k:
-            own["partials_ptr"] = ("*fp32", "workspace")
             own["flags_ptr"] = "*i32", Zeros(_blocks(problem, c) * c.n_ways)
         if groups is not None:
             own["table_ptr"] = "*i32", "workspace"
@@ -601,6 +624,20 @@ def _rows_per_group(problem: Problem) -> tuple[int, int]:
         return problem.m, 1
     count = max(1, min(problem.groups.count, problem.m))
     return -(-problem.m // count), count
+
+
+def _heights(problem: Problem) -> list[int]:
+    """Return the rows of the tiles to propose: the least height with one tile, and lower ones. More
+    than one tile of few rows would decode the weight again."""
+    rows = _rows_per_group(problem)[0]
+    highest = most = next((m for m in _HEIGHTS if m >= rows), _HEIGHTS[-1])
+    heights: Iterable[int] = _HEIGHTS
+    if problem.groups is not None:
+        # Sizes vary: some groups are larger than the mean.
+        heights = [m for m in heights if m & (m - 1) == 0]
+        highest = next(m for m in heights if m >= highest)
+        most = 4 * highest
+    return [m for m in heights if min(64, highest) <= m <= most]
 
 
 def _work_units(problem: Problem, config: MixedInputConfig) -> int:

@@ -36,7 +36,7 @@ def _slot(position, C: gl.constexpr):
 
 @jit
 def _next_slot(stage, phase, C: gl.constexpr):
-    """The same of a consumer's next step: without a division, which would delay the step."""
+    """The stage and phase of a consumer's next step, without a division, which would delay it."""
     stage += C.k_ways
     wraps = stage >= C.num_stages
     return gl.where(wraps, stage - C.num_stages, stage), gl.where(wraps, phase ^ 1, phase)
@@ -116,8 +116,8 @@ def _unit_at(unit, work, sizes, C: gl.constexpr):
 @jit
 def produce(loads, C: gl.constexpr):
     """The producer: requests the boxes of each step from TMA as soon as a stage is free."""
-    a_desc, b_desc, ring, barriers, sizes = loads
-    a_ring, b_ring = ring
+    a_desc, rest_desc, b_desc, ring, barriers, sizes = loads
+    a_ring, rest_ring, b_ring = ring
     full, empty, landed, _turns = barriers
     BOXES: gl.constexpr = C.n_ways * C.HALVES
     HIGH: gl.constexpr = C.high
@@ -151,6 +151,9 @@ def produce(loads, C: gl.constexpr):
                 if C.arranged:
                     mbarrier.expect(ready_a, OF_A)
                 async_load(a_desc, [m, step * C.BLOCK_K], ready_a, a_ring.index(stage))
+                if C.rest:
+                    at = [m + C.first, step * C.BLOCK_K]
+                    async_load(rest_desc, at, ready_a, rest_ring.index(stage))
             else:
                 mbarrier.arrive(ready)
                 if C.arranged:
@@ -166,7 +169,7 @@ def arrange(loads, WHO: gl.constexpr, C: gl.constexpr):
     A stage belongs to the same warp in every round, for the reason that :func:`_rounds` gives.
     """
     if C.arranged:
-        _a_desc, _b_desc, ring, barriers, sizes = loads
+        _a_desc, _rest_desc, _b_desc, ring, barriers, sizes = loads
         a_ring = ring[0]
         full, _empty, landed, _turns = barriers
         ROWS: gl.constexpr = C.at_once
@@ -325,12 +328,18 @@ def _values(units, zero, scale, T: gl.constexpr, C: gl.constexpr):
 
 
 @jit
-def _start(values, a_ring, stage, acc, turns, turn, WHO: gl.constexpr, C: gl.constexpr):
+def _start(values, ring, stage, acc, turns, turn, WHO: gl.constexpr, C: gl.constexpr):
     """Start a step's products; with ``in_turn`` after the previous consumer has started its own."""
     if C.in_turn:
         mbarrier.wait(turns.index(WHO), turn)
-    a = a_ring.index(stage).permute((1, 0))
-    part = warpgroup_mma(values, a, acc, use_acc=not C.PROMOTED, is_async=True)
+    a = ring[0].index(stage).permute((1, 0))
+    part = (warpgroup_mma(values, a, acc[0], use_acc=not C.PROMOTED, is_async=True), 0)
+    if C.rest:
+        OPERAND: gl.constexpr = gl.DotOperandLayout(0, C.sums_of_rest, 2)
+        same = gl.convert_layout(values, OPERAND, assert_trivial=True)
+        a = ring[1].index(stage).permute((1, 0))
+        rest = warpgroup_mma(same, a, acc[1], use_acc=not C.PROMOTED, is_async=True)
+        part = (part[0], rest)
     if C.in_turn:
         NEXT: gl.constexpr = (WHO + 1) % C.consumers
         mbarrier.arrive(turns.index(NEXT))
@@ -338,16 +347,37 @@ def _start(values, a_ring, stage, acc, turns, turn, WHO: gl.constexpr, C: gl.con
 
 
 @jit
+def _ended(part, registers, C: gl.constexpr):
+    """A step's sums once its products have ended, and the registers that they read."""
+    if C.rest:
+        ended = warpgroup_mma_wait(0, deps=part + registers)
+        return (ended[0], ended[1]), ended[2:]
+    else:  # noqa: RET505 (Triton compiles what follows a return)
+        ended = warpgroup_mma_wait(0, deps=(part[0],) + registers)  # noqa: RUF005
+        return (ended[0], 0), ended[1:]
+
+
+@jit
 def _added(acc, part, scale, C: gl.constexpr):
     """``acc`` with the sums of a step."""
     if C.PROMOTED:
-        SUMS: gl.constexpr = C.sums
-        ROWS: gl.constexpr = [C.rows]
-        factor = factors(scale).reshape(ROWS)
-        factor = gl.convert_layout(factor, gl.SliceLayout(1, SUMS))
-        return acc + part * gl.expand_dims(factor, 1)
+        first = _scaled_up(acc[0], part[0], scale)
+        rest = 0
+        if C.rest:
+            rest = _scaled_up(acc[1], part[1], scale)
+        return first, rest
     else:  # noqa: RET505 (Triton compiles what follows a return)
         return part
+
+
+@jit
+def _scaled_up(acc, part, scale):
+    """``acc`` with the sums of a step, multiplied by the scale of each row of the weight."""
+    SUMS: gl.constexpr = acc.type.layout
+    ROWS: gl.constexpr = [acc.shape[0]]
+    factor = factors(scale).reshape(ROWS)
+    factor = gl.convert_layout(factor, gl.SliceLayout(1, SUMS))
+    return acc + part * gl.expand_dims(factor, 1)
 
 
 @jit
@@ -363,15 +393,17 @@ def consume(sums, EPILOGUE: gl.constexpr, WHO: gl.constexpr, C: gl.constexpr):
     front of ``wgmma``, where a multiplication or division of 64 bits delays it.
     """
     ring, barriers, sizes, grids, exchange, parts, target = sums
-    a_ring, b_ring = ring
+    b_ring = ring[2]
     full, empty, _landed, turns = barriers
     N = sizes[1]
     K = sizes[2]
-    T: gl.constexpr = a_ring.dtype
+    T: gl.constexpr = ring[0].dtype
     ROWS: gl.constexpr = C.rows
     HIGH: gl.constexpr = C.high
-    BLOCK_M: gl.constexpr = C.BLOCK_M
+    FIRST: gl.constexpr = C.first
+    REST: gl.constexpr = C.rest
     SUMS: gl.constexpr = C.sums
+    SUMS_OF_REST: gl.constexpr = C.sums_of_rest
     NUMBERS: gl.constexpr = C.numbers
     PARTS: gl.constexpr = C.parts
     NTH: gl.constexpr = WHO % C.n_ways
@@ -391,7 +423,9 @@ def consume(sums, EPILOGUE: gl.constexpr, WHO: gl.constexpr, C: gl.constexpr):
         n += NTH * HIGH
         row = n + own % HIGH + own // HIGH * N
         rows = (group, row, part_of_step, n + own % HIGH < N)
-        acc = gl.zeros([ROWS, BLOCK_M], gl.float32, SUMS)
+        acc = (gl.zeros([ROWS, FIRST], gl.float32, SUMS), 0)  # 0 for an absent rest
+        if REST:
+            acc = (acc[0], gl.zeros([ROWS, REST], gl.float32, SUMS_OF_REST))
         begin = first + KTH
         at = (0, 0)
         if C.GROUP:
@@ -403,21 +437,22 @@ def consume(sums, EPILOGUE: gl.constexpr, WHO: gl.constexpr, C: gl.constexpr):
         mbarrier.wait(full.index(stage), phase)
         values = _values(_units(b_ring, stage, NTH, C), zero, scale, T, C)
         for step in range(begin, last - C.k_ways, C.k_ways):
-            part = _start(values, a_ring, stage, acc, turns, turn, WHO, C)
+            part = _start(values, ring, stage, acc, turns, turn, WHO, C)
             turn ^= 1
             following, phase = _next_slot(stage, phase, C)
             mbarrier.wait(full.index(following), phase)
             units = _units(b_ring, following, NTH, C)
             scale_2, zero_2, at = _of_step(at, grids, rows, step + 2 * C.k_ways, last, K, C)
-            part, values, units = warpgroup_mma_wait(0, deps=(part, values, units))
+            part, held = _ended(part, (values, units), C)
+            values, units = held
             mbarrier.arrive(empty.index(stage))
             acc = _added(acc, part, scale, C)
             values = _values(units, zero_1, scale_1, T, C)
             stage = following
             scale, scale_1, zero_1 = scale_1, scale_2, zero_2
-        part = _start(values, a_ring, stage, acc, turns, turn, WHO, C)
+        part = _start(values, ring, stage, acc, turns, turn, WHO, C)
         turn ^= 1
-        part, values = warpgroup_mma_wait(0, deps=(part, values))
+        part, _held = _ended(part, (values,), C)
         mbarrier.arrive(empty.index(stage))
         acc = _added(acc, part, scale, C)
         stage, phase = _next_slot(stage, phase, C)
@@ -426,7 +461,7 @@ def consume(sums, EPILOGUE: gl.constexpr, WHO: gl.constexpr, C: gl.constexpr):
             mbarrier.arrive(empty.index(stage))
             stage, phase = _next_slot(stage, phase, C)
         if C.k_ways > 1:
-            acc = _exchanged(acc, exchange, exchanges, NTH, KTH, C)
+            acc = (_exchanged(acc[0], exchange, exchanges, NTH, KTH, C), 0)
             exchanges ^= 1
         if KTH == 0:
             stores = True
@@ -438,60 +473,78 @@ def consume(sums, EPILOGUE: gl.constexpr, WHO: gl.constexpr, C: gl.constexpr):
                     acc = _with_part(acc, parts, NTH, C)
             if stores:
                 tile = (group, m, end, n)
-                _store_tile(acc, tile, part_of_k, sizes, grids[0], target, EPILOGUE, C)
+                _store_tile(acc[0], tile, part_of_k, sizes, grids[0], target, EPILOGUE, C)
+                if REST:
+                    tile = (group, m + FIRST, end, n)
+                    _store_tile(acc[1], tile, part_of_k, sizes, grids[0], target, EPILOGUE, C)
 
 
 @jit
 def _by_thread(acc, C: gl.constexpr):
     """``wgmma``'s sums as [registers, threads], so that addresses are a thread's and a constant."""
-    SPLIT: gl.constexpr = [C.rows // 64, 4, 2, 8, C.BLOCK_M // 8, 4, 2]
-    FLAT: gl.constexpr = [C.rows * C.BLOCK_M // 128, 128]
+    HEIGHT: gl.constexpr = acc.shape[1]
+    SPLIT: gl.constexpr = [C.rows // 64, 4, 2, 8, HEIGHT // 8, 4, 2]
+    FLAT: gl.constexpr = [C.rows * HEIGHT // 128, 128]
     return acc.reshape(SPLIT).permute((0, 2, 4, 6, 1, 3, 5)).reshape(FLAT)
 
 
 @jit
-def _by_row(acc, C: gl.constexpr):
-    """The reverse of :func:`_by_thread`."""
-    SUMS: gl.constexpr = C.sums
-    SPLIT: gl.constexpr = [C.rows // 64, 2, C.BLOCK_M // 8, 2, 4, 8, 4]
-    FLAT: gl.constexpr = [C.rows, C.BLOCK_M]
+def _by_row(acc, SUMS: gl.constexpr, C: gl.constexpr):
+    """The reverse of :func:`_by_thread`, in the layout ``SUMS``."""
+    HEIGHT: gl.constexpr = acc.shape[0] * 128 // C.rows
+    SPLIT: gl.constexpr = [C.rows // 64, 2, HEIGHT // 8, 2, 4, 8, 4]
+    FLAT: gl.constexpr = [C.rows, HEIGHT]
     acc = acc.reshape(SPLIT).permute((0, 4, 1, 5, 2, 6, 3)).reshape(FLAT)
     return gl.convert_layout(acc, SUMS, assert_trivial=True)
 
 
 @jit
-def _part_at(parts, share, acc, NTH: gl.constexpr, C: gl.constexpr):
-    """Addresses in the workspace of a consumer's sums of a share's first tile, and their flag."""
+def _addresses(acc, parts, which, ROW: gl.constexpr, C: gl.constexpr):
+    """Where the workspace has a consumer's sums of a shared tile from one of its rows on."""
     LAYOUT: gl.constexpr = acc.type.layout
     REGISTERS: gl.constexpr = acc.shape[0]
     THREADS: gl.constexpr = acc.shape[1]
-    which = share * C.n_ways + NTH
     register = gl.expand_dims(gl.arange(0, REGISTERS, gl.SliceLayout(1, LAYOUT)), 1)
     thread = gl.expand_dims(gl.arange(0, THREADS, gl.SliceLayout(0, LAYOUT)), 0)
     # In two additions, so that all registers have the thread's address and a constant.
-    of_thread = parts[0] + which * (REGISTERS * THREADS) + thread
-    return of_thread + register * THREADS, parts[1] + which
+    of_thread = parts[0] + which * (C.rows * C.BLOCK_M) + thread
+    return of_thread + (register * THREADS + ROW * C.rows)
 
 
 @jit
 def _store_part(acc, parts, NTH: gl.constexpr, C: gl.constexpr):
     """Store the sum over a part of a tile for the block with the tile's first steps."""
-    acc = _by_thread(acc, C)
-    at, flag = _part_at(parts, own_share(), acc, NTH, C)
-    gl.store(at, acc)
-    set_flag(flag)
+    which = own_share() * C.n_ways + NTH
+    first = _by_thread(acc[0], C)
+    gl.store(_addresses(first, parts, which, 0, C), first)
+    if C.rest:
+        rest = _by_thread(acc[1], C)
+        gl.store(_addresses(rest, parts, which, C.first, C), rest)
+    set_flag(parts[1] + which)
 
 
 @jit
 def _with_part(acc, parts, NTH: gl.constexpr, C: gl.constexpr):
     """Add the sum over a tile's last steps, which the next share begins with."""
-    acc = _by_thread(acc, C)
-    at, flag = _part_at(parts, own_share() + 1, acc, NTH, C)
-    await_flag(flag)
-    # Written by another SM: bypass this one's L1.
-    acc = add(acc, gl.load(at, cache_modifier=".cg"))
-    reset_flag(flag)
-    return _by_row(acc, C)
+    SUMS: gl.constexpr = C.sums
+    SUMS_OF_REST: gl.constexpr = C.sums_of_rest
+    which = (own_share() + 1) * C.n_ways + NTH
+    first = _by_thread(acc[0], C)
+    at = _addresses(first, parts, which, 0, C)
+    await_flag(parts[1] + which)
+    first = _plus(first, at)
+    rest = 0
+    if C.rest:
+        rest = _by_thread(acc[1], C)
+        rest = _by_row(_plus(rest, _addresses(rest, parts, which, C.first, C)), SUMS_OF_REST, C)
+    reset_flag(parts[1] + which)
+    return _by_row(first, SUMS, C), rest
+
+
+@jit
+def _plus(acc, at):
+    """``acc`` plus the sums that another SM wrote: read them past this one's L1."""
+    return add(acc, gl.load(at, cache_modifier=".cg"))
 
 
 @jit
@@ -540,14 +593,14 @@ def _store_tile(acc, tile, part, sizes, scales, target, EPILOGUE: gl.constexpr, 
     M, N, _K, _tile_rows, _groups = sizes
     out, bias, residual, alpha, indices, partials_ptr = target
     group, m, end, n = tile
-    BLOCK_M: gl.constexpr = C.BLOCK_M
+    HEIGHT: gl.constexpr = acc.shape[1]
     HIGH: gl.constexpr = C.high
     gate = acc.permute((1, 0))
     up = gate
     if C.HALVES == 2:
-        gate, up = gate.reshape([BLOCK_M, 2, HIGH]).permute((0, 2, 1)).split()
+        gate, up = gate.reshape([HEIGHT, 2, HIGH]).permute((0, 2, 1)).split()
     LAYOUT: gl.constexpr = gate.type.layout
-    rows = m + gl.arange(0, BLOCK_M, gl.SliceLayout(1, LAYOUT))
+    rows = m + gl.arange(0, HEIGHT, gl.SliceLayout(1, LAYOUT))
     cols = n + gl.arange(0, HIGH, gl.SliceLayout(0, LAYOUT))
     if C.splits > 1:
         store(gate, part, rows, cols, M, N, partials_ptr, M * N, N, 1)
@@ -567,16 +620,20 @@ def _store_tile(acc, tile, part, sizes, scales, target, EPILOGUE: gl.constexpr, 
 
 @jit
 def mixed_input_kernel(
-    a_desc, b_desc, bias_ptr, residual_ptr, out_ptr, partials_ptr, flags_ptr, M, N, K,
+    a_desc, rest_desc, b_desc, bias_ptr, residual_ptr, out_ptr, partials_ptr, flags_ptr, M, N, K,
     stride_rm, stride_rn, stride_om, stride_on, stride_biasz, stride_bias, alpha,
     b_scale_ptr, b_zero_ptr, stride_bsz, stride_bsk, stride_bsn, stride_0z, stride_0k, stride_0n,
     offs_ptr, table_ptr, G, out_index_ptr, out_weights_ptr,
     EPILOGUE: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     STAGES: gl.constexpr = C.num_stages
-    A_SLOTS: gl.constexpr = [STAGES, C.BLOCK_M, C.BLOCK_K]
+    A_SLOTS: gl.constexpr = [STAGES, C.first, C.BLOCK_K]
     B_SLOTS: gl.constexpr = [STAGES * C.n_ways * C.HALVES, C.high, C.wide]
     a_ring = gl.allocate_shared_memory(a_desc.dtype, A_SLOTS, a_desc.layout)
+    rest_ring = a_ring
+    if C.rest:
+        REST_SLOTS: gl.constexpr = [STAGES, C.rest, C.BLOCK_K]
+        rest_ring = gl.allocate_shared_memory(a_desc.dtype, REST_SLOTS, rest_desc.layout)
     B_LAYOUT: gl.constexpr = C.b_layout
     b_ring = gl.allocate_shared_memory(b_desc.dtype, B_SLOTS, B_LAYOUT)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -605,7 +662,7 @@ def mixed_input_kernel(
         # The previous launch may write what this one reads, or read what it writes.
         gdc_wait()
         gdc_launch_dependents()
-    ring = (a_ring, b_ring)
+    ring = (a_ring, rest_ring, b_ring)
     turns = full
     if C.in_turn:
         CONSUMERS: gl.constexpr = C.consumers
@@ -630,7 +687,7 @@ def mixed_input_kernel(
     target = (out, bias, residual, alpha, (out_index_ptr, out_weights_ptr), partials_ptr)
     grids = (scales, zeros)
     sums = (ring, barriers, sizes, grids, exchange, parts, target)
-    loads = (a_desc, b_desc, ring, barriers, sizes)
+    loads = (a_desc, rest_desc, b_desc, ring, barriers, sizes)
     # Triton accepts the roles only as a list in the call. In a sum of lists it would unwrap the
     # constants of the second list, and then refuse None.
     if C.consumers == 1:

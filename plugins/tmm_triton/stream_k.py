@@ -1,8 +1,8 @@
-"""Stream-K: blocks that compute parts of one tile, cut along K, add them up through the workspace.
+"""Stream-K: blocks share the last tiles, cut along K, and add their parts up in the workspace.
 
-Blocks take equal shares of all steps. The block with a tile's first steps adds the others' partial
-sums in the order of K, so that every call has the same bits. Each part has a flag. The block that
-stored the part sets it, and the one that adds the part resets it for the next launch.
+Blocks take equal shares of these tiles' steps. The block with a tile's first steps adds the others'
+partial sums in the order of K, so that every call has the same bits. Each part has a flag. The
+block that stored the part sets it, and the one that adds the part resets it for the next launch.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ def exponents(form: str, n: int, k: int) -> tuple[Quantized, Tensor]:
     return Quantized(codes, scale, format=form, group=32), values
 
 
-@pytest.mark.parametrize("m", [1, 20, 64, 300])
+@pytest.mark.parametrize("m", [1, 20, 64, 150, 300])
 @pytest.mark.parametrize("k", [32, 512, 2880])
 @pytest.mark.parametrize("form", ["mxfp4", "mxfp8", "int4"])
 def test_groups_of_32(form: str, k: int, m: int) -> None:
@@ -76,7 +76,7 @@ def test_groups_of_32(form: str, k: int, m: int) -> None:
         close(linear(x, w, config=config.to_json()), x.double() @ values.T)
 
 
-@pytest.mark.parametrize("m", [1, 40, 300])
+@pytest.mark.parametrize("m", [1, 40, 150, 300])
 @pytest.mark.parametrize("form", ["int4", "int8"])
 def test_gate_and_residual(form: str, m: int) -> None:
     w, values = weight(form, 2 * 264, 1024, 128, BF16)
@@ -89,7 +89,7 @@ def test_gate_and_residual(form: str, m: int) -> None:
     )
 
 
-@pytest.mark.parametrize("m", [3, 30, 64, 100, 600])
+@pytest.mark.parametrize("m", [3, 30, 64, 72, 100, 150, 600])
 @pytest.mark.parametrize("k", [1024, 1152, 1216])
 def test_every_config_is_right_and_repeats_its_bits(m: int, k: int) -> None:
     w, values = weight("int4", 520, k, 64, BF16)
@@ -105,7 +105,7 @@ def test_every_config_is_right_and_repeats_its_bits(m: int, k: int) -> None:
         assert y.equal(again)
 
 
-@pytest.mark.parametrize(("m", "n"), [(64, 9608), (70, 20488), (300, 17000)])
+@pytest.mark.parametrize(("m", "n"), [(64, 9608), (70, 20488), (150, 17000), (300, 17000)])
 @pytest.mark.parametrize("epilogue", [None, "swiglu"])
 def test_blocks_share_the_last_tiles(m: int, n: int, epilogue: str | None) -> None:
     """Streams that run at the same time have their own flags."""

@@ -15,6 +15,7 @@ STREAMED = ("tests/plugins/test_streaming.py::test_arithmetic_addresses_masks",)
 ARRANGED = (f"{MIXED}::test_values_along_k_in_the_order_of_the_stored_pairs",)
 GROUPS = (f"{MIXED}::test_groups_of_rows",)
 STREAM_K = (f"{MIXED}::test_blocks_share_the_last_tiles",)
+PARTS = (f"{MIXED}::test_tiles_have_two_parts",)
 
 PACKED = [
     Mutant(
@@ -40,6 +41,38 @@ PACKED = [
         "others = set(self._configs(problem)) - set(self._configs(row))",
         "the conformance suite tries no config of another size",
         ("tests/core/test_testing.py::test_configs_of_one_row_are_right_or_refused",),
+    ),
+    Mutant(
+        "parts-loaded",
+        DEVICE,
+        "[m + C.first, step * C.BLOCK_K]",
+        "[m, step * C.BLOCK_K]",
+        "the other part of a tile has the rows of the first",
+        PARTS,
+    ),
+    Mutant(
+        "parts-scaled",
+        DEVICE,
+        "_scaled_up(acc[1], part[1], scale)",
+        "part[1]",
+        "the other part of a tile has the sums of the last step",
+        PARTS,
+    ),
+    Mutant(
+        "parts-shared",
+        DEVICE,
+        "register * THREADS + ROW * C.rows",
+        "register * THREADS",
+        "the other part's sums replace those of the first in the workspace",
+        PARTS,
+    ),
+    Mutant(
+        "parts-of-groups",
+        "tmm_triton/mixed_input.py",
+        "heights = [m for m in heights if m & (m - 1) == 0]",
+        "heights = list(heights)",
+        "a tile fits the mean size of groups, and larger groups need two",
+        (f"{MIXED}::test_one_tile_has_all_rows_if_it_can",),
     ),
     Mutant(
         "mixed-overlap",
