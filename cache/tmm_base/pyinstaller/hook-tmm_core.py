@@ -10,7 +10,7 @@ from PyInstaller.utils.hooks import collect_data_files, collect_submodules, copy
 
 _PACKAGES = ["tmm_core", "tmm_base", "tmm_blas", "tmm_cache", "tmm_triton"]
 
-#: What tests and benchmarks need is not for applications.
+#: Applications need neither.
 _UNUSED = ("tmm_core.testing", "tmm_core.bench")
 hiddenimports = [
     module
