@@ -148,7 +148,7 @@ def test_arguments_of_training_and_of_layers(place: Any) -> None:
 def test_rounds_in_other_memory_need_room_for_two_sets() -> None:
     instance = problem(m=8, n=8, k=8)
     data = DataSets(instance, CPU, 1 << 26)
-    size = sum(g.words.nbytes for g in data.sets()[-1].checksums.memory.values())
+    size = sum(g.words.nbytes for g in data.sets()[-1].memory.values())
     for limit, fits in ((16 * size, True), (16 * size - 1, False)):
         data.limit = limit
         places = {plan.place for plan in further_inputs.plans_of(data)}

@@ -626,7 +626,7 @@ def test_test_data_take_five_eighths_of_their_limit(changes: dict[str, Any], who
     assert made(low - 1) in ((2, False) if whole else (1, False), (1, False), (0, False))
     held = 0
     for each in sets:
-        held += sum(8 * memory.words.numel() for memory in each.checksums.memory.values())
+        held += sum(8 * memory.words.numel() for memory in each.memory.values())
         expected = each.expected
         for t in (expected.in_rows, expected.in_cols):
             held += 0 if t is None else 2 * t.numbers.nbytes
@@ -656,7 +656,7 @@ def test_one_set_with_samples_takes_five_eighths_of_the_most_memory(
     assert (made(low - 1), made(low), made(1 << 40)) == ((0, False), (1, False), (1, False))
     data = DataSets(instance, CPU, low, sampled=True)
     [only] = data.sets()
-    held = sum(8 * memory.words.numel() for memory in only.checksums.memory.values())
+    held = sum(8 * memory.words.numel() for memory in only.memory.values())
     samples = (only.expected.in_rows, only.expected.in_cols)
     held += sum(t.nbytes for sample in samples if sample is not None for t in sample)
     held += 8 * data.out(0).words.numel()

@@ -372,11 +372,11 @@ def test_special_values_are_taken_back() -> None:
     data = DataSets(problem(bias=torch.float32, residual=F32), CPU, 1 << 28, sampled=False)
     of = data.sets()[1]
     rows, columns = data.nonfinite()
-    assert of.checksums.changed() == []
+    assert of.changed() == []
     for values, tensors in ((rows, ["a", "residual"]), (columns, ["b", "bias"])):
         with planted(values.changes):
-            assert of.checksums.changed() == tensors
-        assert of.checksums.changed() == []
+            assert of.changed() == tensors
+        assert of.changed() == []
 
 
 def test_memory_that_a_launcher_may_get_next_holds_no_result(

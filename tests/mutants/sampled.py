@@ -567,7 +567,7 @@ SAMPLED = [
            "scales that no format has are offered to a kernel",
            ("tests/core/test_boundaries_spec.py::test_scales_of_an_operand_without_a_format_are_declined",)),
     Mutant("sampled-altered-scale", "verify/checked_launch.py",
-           "in (given.tensors | given.extras).items()", "in given.tensors.items()",
+           "in (given.tensors | given.extras).items()\n    }", "in given.tensors.items()\n    }",
            "a launch may change its scales",
            ("tests/core/test_boundaries_rounds.py::test_a_launch_leaves_its_arguments_as_they_were",)),
     Mutant("sampled-raised-warning", "tmm_base/guards.py",

@@ -198,7 +198,7 @@ class CheckedLauncher:
         if tensor is None:
             if result.is_inference() and "inference mode" not in mode:
                 raise WrongError("it returned a tensor of inference mode, which may not be changed")
-            self._check_memory(of, result, held)
+            self._check_memory(given, result, held)
         elif (result.data_ptr(), result.stride()) != (tensor.data_ptr(), tensor.stride()):
             raise WrongError("it returned something else than the out it was given")
         if self._outputs is not None and (nonfinite or of.judges_outputs):
@@ -244,14 +244,14 @@ class CheckedLauncher:
         if result.device != device:
             raise WrongError(f"its result is on {result.device} and not on {device}")
 
-    def _check_memory(self, of: InputSet | Round, result: Tensor, held: Iterable[Tensor]) -> None:
+    def _check_memory(self, given: Inputs, result: Tensor, held: Iterable[Tensor]) -> None:
         """Check the strides of an allocated result, and that its memory is new."""
         if not (problem := self._data.problem).has_default_strides(result):
             raise WrongError(
                 f"it returned strides {result.stride()}; a call returns {problem.out_strides}"
             )
-        for name, guard in of.checksums.memory.items():
-            if overlap(result, guard.tensor):
+        for name, t in (given.tensors | given.extras).items():
+            if overlap(result, t):
                 raise WrongError(f"it returned memory of its input {name}")
         if any(overlap(result, other) for other in held):
             raise WrongError("it returned memory that it had returned before and that is in use")

@@ -21,7 +21,6 @@ from tmm_core.verify.compare import Sample
 from tmm_core.verify.guard_bands import (
     UNREADABLE,
     UNWRITTEN,
-    Checksums,
     GuardedTensor,
     footprint,
     memory_layout,
@@ -127,7 +126,9 @@ class InputSet:
     judges_outputs: ClassVar = True
 
     inputs: Inputs
-    checksums: Checksums
+    #: The memory of operands, terms and their parts, and its checksums at first.
+    memory: Mapping[str, GuardedTensor]
+    sums: Mapping[str, torch.Tensor]
     expected: Expected
     #: How the values were drawn, and the seed.
     recipe: Recipe
@@ -141,9 +142,11 @@ class InputSet:
 
     def changed(self) -> list[str]:
         """Return the names of arguments that changed, or whose gaps or guard bands did."""
-        given = self.inputs.rows.given if self.inputs.rows else {}
-        rows = [name for name, t in self.rows.items() if not same_bits(given[name], t)]
-        return [*self.checksums.changed(), *rows]
+        same = {name: (each.sums() == self.sums[name]).all() for name, each in self.memory.items()}
+        for name, t in self.rows.items():
+            same[name] = same_bits(self.inputs.extras[name], t)
+        kept = torch.stack([*same.values()]).tolist()
+        return [name for name, is_kept in zip(same, kept, strict=True) if not is_kept]
 
 
 class DataSets:
@@ -306,7 +309,8 @@ class DataSets:
         )
         expected = self.expect(inputs, whole)
         rows = {name: t.clone() for name, t in inputs.rows.given.items()} if inputs.rows else {}
-        return InputSet(inputs, Checksums.of(memory), expected, recipe, seed, rows)
+        sums = {name: each.sums() for name, each in memory.items()}
+        return InputSet(inputs, memory, sums, expected, recipe, seed, rows)
 
     def sampled(self, inputs: Inputs) -> tuple[torch.Tensor, slice]:
         """Rows to compare, samples if there are many, and the columns that are defined."""

@@ -243,7 +243,6 @@ class Round:
         self.plan, self._data = plan, data
         self._seed = random_inputs.new_seed()
         self._out: GuardedTensor | None = None
-        self.checksums = data.sets()[-1].checksums
         self.called, self.judges_outputs = f", with {plan.name}", plan.judges_outputs
         #: The arguments of the reference.
         self.drawn = self._drawn()
@@ -372,7 +371,7 @@ def plans_of(data: DataSets) -> list[Plan]:
     of, problem = data.sets()[-1], data.problem
     if 0 in problem.out_shape:
         return []
-    fits = sum(g.words.nbytes for g in of.checksums.memory.values()) <= data.limit // _SHARE
+    fits = sum(g.words.nbytes for g in of.memory.values()) <= data.limit // _SHARE
     return [
         plan
         for plan in planned(problem)
@@ -393,7 +392,7 @@ def restoring(data: DataSets) -> Iterator[None]:
 
 def rewritten(data: DataSets, of: InputSet, recipe: Recipe, seed: int) -> Inputs:
     """Draw other values into the tensors of a set, whose objects and versions stay the same."""
-    memory = of.checksums.memory
+    memory = of.memory
     recipe = replace(recipe, reads=of.recipe.reads)  # the number of rows of `a` stays
 
     def allocate(name: str, spec: Operand, shape: tuple[int, ...]) -> torch.Tensor:

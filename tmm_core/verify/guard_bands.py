@@ -154,8 +154,9 @@ class GuardedTensor:
     filler: int
 
     def sums(self) -> torch.Tensor:
-        """Return the sums of the words along both dimensions, modulo 2⁶⁴. Without a copy, they
-        detect every change of one word, and every swap of two in different rows and columns."""
+        """Return checksums of the tensor, its gaps and bands: the sums of the words along both
+        dimensions, modulo 2⁶⁴. Without a copy, they detect every change of one word, and every swap
+        of two in different rows and columns."""
         return torch.cat([self.words.sum(0), self.words.sum(1)])
 
     def intact(self) -> torch.Tensor:
@@ -169,24 +170,6 @@ class GuardedTensor:
         """Return the tensor filled with NaN (integers: with zeros), with bands and gaps reset."""
         self.words.fill_(_word(self.filler, 8))
         return poison(self.tensor)
-
-
-@dataclass(frozen=True, slots=True)
-class Checksums:
-    """Checksums of tensors by name, which detect changes of them, their gaps and guard bands."""
-
-    memory: Mapping[str, GuardedTensor]
-    before: Mapping[str, torch.Tensor]
-
-    @classmethod
-    def of(cls, memory: Mapping[str, GuardedTensor]) -> Checksums:
-        return cls(memory, {name: each.sums() for name, each in memory.items()})
-
-    def changed(self) -> list[str]:
-        """Return the names of tensors that changed, or whose gaps or guard bands did."""
-        same = [(each.sums() == self.before[name]).all() for name, each in self.memory.items()]
-        kept = torch.stack(same).tolist()
-        return [name for name, is_kept in zip(self.memory, kept, strict=True) if not is_kept]
 
 
 def with_guard_bands(
