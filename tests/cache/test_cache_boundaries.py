@@ -16,6 +16,7 @@ import weakref
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -712,6 +713,18 @@ def test_a_value_in_an_error_is_cut_to_60_letters(value: Any, text: str) -> None
 # -- what the command reads -------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("groups", "along", "extent"),
+    [
+        (None, "m", 128), ({"ragged": "m"}, "m", 128), ({"ragged": "n"}, "n", 4096),
+        ({"ragged": "k"}, "k", 512), ({"ragged": "z"}, "m", 128), ({}, "m", 128), ("n", "m", 128),
+    ],
+)  # fmt: skip
+def test_the_dimension_of_buckets_is_the_ragged_one(groups: Any, along: str, extent: int) -> None:
+    one = record(problem=problem() | {"groups": groups})
+    assert (one.along, one.extent) == (along, extent)
+
+
 # -- texts ----------------------------------------------------------------------------------
 
 
@@ -749,6 +762,13 @@ def test_dtypes_in_a_line(a: str, b: str | None, out: str | None, long: str, sho
     document |= {} if out is None else {"out": {"dtype": out}}
     assert problem_fields.dtypes(document) == long
     assert problem_fields.dtypes(document, short=True) == short
+    frozen = MappingProxyType({name: MappingProxyType(of) for name, of in document.items()})
+    assert problem_fields.dtypes(frozen) == long
+
+
+@pytest.mark.parametrize("value", [None, "row", ["dtype"], {}, {"layout": "row"}])
+def test_operands_without_a_field(value: Any) -> None:
+    assert problem_fields.operand({"a": value}, "a", "dtype") == problem_fields.ABSENT
 
 
 @pytest.mark.parametrize(

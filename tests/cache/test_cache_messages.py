@@ -195,8 +195,13 @@ def test_a_record_prints_as_a_line() -> None:
     assert repr(CandidateResult("a\x1b[31m", "1", {}, "failed")) == (
         "<CandidateResult a\\x1b[31m: failed, not timed>"
     )
-    bare = TuningRecord({"m": 1, "n": 2, "k": 3}, 0, (BLAS,), "2026-01-31T12:00:00Z", 1.0)
+    sizes = {"m": 1, "n": 2, "k": 3}
+    bare = TuningRecord(sizes, 0, (BLAS,), "2026-01-31T12:00:00Z", 1.0)
     assert repr(bare) == "<TuningRecord 1x2x3 - -: blas 21.00 µs, 1.00x over blas, 1 candidate>"
+    strange = replace(
+        bare, problem={**sizes, "m": "\x1b[31m"}, candidates=(replace(BLAS, kernel="a\nb"),)
+    )
+    assert repr(strange) == "<TuningRecord \\x1b[31mx2x3 - -: a\\nb 21.00 µs, 1 candidate>"
 
 
 def test_fields_that_are_off_are_not_printed() -> None:

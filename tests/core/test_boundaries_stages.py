@@ -1003,6 +1003,17 @@ def test_variants_of_a_tile_follow_other_tiles() -> None:
     assert [c.config.to_json()["tile"] for c in found] == [1, 4, 3, 5, 2]
 
 
+def test_equal_estimates_of_two_kernels_are_not_variants_of_a_tile() -> None:
+    kernels: list[Any] = [Summing(name, dict.fromkeys((1, 2), "one")) for name in ("k", "j")]
+    for kernel in kernels:
+        kernel.estimate_us = lambda problem, config: float(config.tile)
+    one = searched(problem(batch_invariant=True), kernels, kernels)
+    found = one._by_arithmetic([Candidate(k, FakeConfig(tile=t)) for t in (1, 2) for k in kernels])
+    assert [(c.kernel.name, c.config.to_json()["tile"]) for c in found] == [
+        ("k", 1), ("j", 1), ("k", 2), ("j", 2),
+    ]  # fmt: skip
+
+
 def test_after_the_deadline_each_kernel_estimates_one_config(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
