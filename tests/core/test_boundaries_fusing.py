@@ -7,7 +7,7 @@ import copy
 import pickle
 import types
 import warnings
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -802,6 +802,33 @@ def test_every_layer_computes_under_static_weights_where_it_is_set(
         for epilogue in ("silu", "", "silu", "", "silu", "", "swiglu", "")
     ]
     assert not settings.current().static_weights
+
+
+class Unlike(torch.Tensor):
+    """A tensor of another library, which notes the functions that it overrides."""
+
+    called: ClassVar[list[str]] = []
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, given: Any = (), more: Any = None
+    ) -> Any:
+        cls.called.append(getattr(function, "__name__", ""))
+        return super().__torch_function__(function, types, given, more or {})
+
+
+def test_another_librarys_weight_is_multiplied_by_conv1ds_own_forward(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    conv = pytest.importorskip("transformers.pytorch_utils").Conv1D
+    model = nn.Sequential(conv(8, 8)).requires_grad_(False)
+    convert(model)
+    model[0].weight = nn.Parameter(model[0].weight.data.as_subclass(Unlike), False)
+    monkeypatch.setattr(Unlike, "called", [])
+    y = model(X)
+    assert "addmm" in Unlike.called
+    weight, bias = (t.as_subclass(torch.Tensor) for t in (model[0].weight, model[0].bias))
+    torch.testing.assert_close(y.as_subclass(torch.Tensor), X @ weight + bias)
 
 
 def test_undo_keeps_later_changes_by_other_code() -> None:

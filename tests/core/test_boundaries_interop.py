@@ -630,6 +630,19 @@ def test_autocast_changes_the_dtype_of_floats_alone(kind: Any) -> None:
             assert getattr(taken, name) is getattr(call, name), name
 
 
+def test_a_weight_that_is_cast_before_the_call_is_not_static() -> None:
+    def static(dtype: torch.dtype, autocast: bool = True, out: Any = None) -> bool:
+        call = Arguments(torch.zeros(4, 8), torch.zeros(8, 6, dtype=dtype), out=out)
+        with torch.autocast("cpu", dtype=BF16, enabled=autocast):
+            return cast_first(lambda taken: settings.current().static_weights, call)  # type: ignore[no-any-return]
+
+    with settings.override(static_weights=True):
+        assert not static(FP32)
+        assert static(BF16)
+        assert static(FP32, autocast=False)
+        assert static(FP32, out=torch.zeros(4, 6))
+
+
 def test_autocast_leaves_fp64_and_8_bits_as_they_are() -> None:
     a, b = double(4, 8), double(8, 6)
     eight = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn)

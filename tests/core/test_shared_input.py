@@ -312,6 +312,14 @@ def test_each_further_stream_waits_and_is_waited_for(
         assert (waits, records) == (f"{side} waits for main", f"{side} records")
         assert (computes[:15], joined) == (f"{side} computes", f"main waits for {side}")
     assert fake.log[0] == "main records"
+    if fails is None:  # more products than streams
+        fake.log.clear()
+        shared_input._at_once([(number,) for number in range(6)], torch.device("cuda"))
+        computed = [line for line in fake.log if "computes" in line]
+        assert computed == [
+            "side 0 computes 1", "side 1 computes 2", "side 2 computes 3", "side 0 computes 4",
+            "side 1 computes 5", "main computes 0",
+        ]  # fmt: skip
 
 
 def test_streams_of_a_thread_and_device(monkeypatch: pytest.MonkeyPatch) -> None:
