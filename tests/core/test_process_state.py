@@ -301,6 +301,9 @@ CHANGES: list[tuple[str, Any]] = [
             torch.backends.mkldnn.matmul,
         )
     ),
+    ("the fp32 precision", lambda: torch.set_float32_matmul_precision("medium")),
+    ("the fp32 precision", _set(cuda.matmul, "allow_tf32", True)),
+    ("the fp32 precision", _set(torch.backends.cudnn, "allow_tf32", False)),
     (
         "how autograd computes views again",
         _torch_switch("_is_view_replay_enabled", "_set_view_replay_enabled"),
@@ -482,20 +485,34 @@ CHANGES: list[tuple[str, Any]] = [
 def test_each_piece_of_state_is_put_back(
     name: str, change: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Whatever a launch changes in its own thread is restored there."""
+    """Whatever a launch changes in its own thread is restored there, also if it raises then."""
+
+    def fails() -> None:
+        change()
+        raise ArithmeticError
+
+    def precisions() -> Any:
+        older = cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+        return *older, torch.get_float32_matmul_precision()
+
     monkeypatch.setattr(watched_call, "_IDLE", 4e-3)
     monkeypatch.setenv("OF_THE_PROGRAM", "0")
     monkeypatch.chdir(tmp_path)
     assert gc.isenabled()
     before = process_state.State(CPU)
-    tracer = sys.gettrace()
+    tracer, by_older_functions = sys.gettrace(), precisions()
+    left = []
     try:
         _, changed = watched_call.watched(change, CPU)
-    finally:
         left = before.changed()
+        with pytest.raises(ArithmeticError):
+            watched_call.watched(fails, CPU)
+    finally:
+        left += before.changed()
         before.restore(left)
     assert changed == [name]
     assert left == []
+    assert precisions() == by_older_functions
     assert sys.gettrace() is tracer
     assert torch.ones(1).requires_grad_().requires_grad  # which torch refuses inside of a transform
 

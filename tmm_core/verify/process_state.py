@@ -265,6 +265,28 @@ _PRECISIONS = [
         for name in ("", ".conv", ".rnn", ".matmul")
     ),
 ]
+
+
+def _older(read: Callable[[], Any], write: Callable[[Any], None]) -> Piece:
+    """A precision by an older function of torch. Its value is None if newer functions made another
+    choice."""
+
+    def value() -> Any:
+        with suppress(RuntimeError):
+            return read()
+        return None
+
+    return Piece(value, lambda value: None if value is None else write(value))
+
+
+#: They come before the newer ones, whose values they also set.
+_OLDER_PRECISIONS = [
+    _older(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    _older(
+        lambda: torch.backends.cudnn.allow_tf32,
+        lambda allowed: setattr(torch.backends.cudnn, "allow_tf32", allowed),
+    ),
+]
 _LOGGERS = [(logging.root, "level"), (logging.root, "disabled"), (logging.root.manager, "disable")]
 _LOGGERS += [(logging, "raiseExceptions")]
 _DECIMAL = ("prec", "rounding", "Emin", "Emax", "capitals", "clamp")
@@ -379,7 +401,7 @@ PIECES: dict[str, Piece] = {
     "the flushing of denormal numbers": Piece(
         lambda: _DENORMAL * 0.5 == 0, torch.set_flush_denormal, "thread"
     ),
-    "the fp32 precision": _attributes(lambda: _PRECISIONS, "main"),
+    "the fp32 precision": _together([*_OLDER_PRECISIONS, _attributes(lambda: _PRECISIONS)], "main"),
     "the reduced precision of fp16 sums": _attribute(
         _matmul, "allow_fp16_reduced_precision_reduction", "main"
     ),

@@ -14,6 +14,7 @@ from typing import TypeVar
 
 import torch
 
+from tmm_core.errors import reraise
 from tmm_core.verify.process_state import State
 
 T = TypeVar("T")
@@ -59,7 +60,7 @@ if hasattr(os, "register_at_fork"):  # absent on Windows
 
 def watched(call: Callable[[], T], device: torch.device) -> tuple[T, list[str]]:
     """Call a plugin's code, and restore what it changed; returns the result and the names of these
-    pieces.
+    pieces. If the code raises, the first exception is raised after that.
 
     Another thread may have changed state that threads share. So a change of shared state counts
     only if two further calls repeat it, and if it does not happen while this thread waits.
@@ -72,8 +73,28 @@ def watched(call: Callable[[], T], device: torch.device) -> tuple[T, list[str]]:
 
 
 def _watched(call: Callable[[], T], device: torch.device) -> tuple[T, list[str]]:
+    results: list[T] = []
+    errors: list[BaseException] = []
+
+    def attempt() -> None:
+        try:
+            results.append(call())
+        except BaseException as error:
+            reraise(error)
+            errors.append(error)
+
+    try:
+        changed = _changed(attempt, device)
+        if errors:
+            raise errors[0]
+    finally:
+        errors.clear()  # a traceback has this frame
+    return results[-1], changed
+
+
+def _changed(call: Callable[[], None], device: torch.device) -> list[str]:
     before, began = State(device), time.monotonic()
-    result = call()
+    call()
     changed = before.changed()
     idle = min(max(_IDLE, time.monotonic() - began), _LONGEST_IDLE)
     own = [name for name in changed if before.pieces[name].owner == "thread"]
@@ -85,13 +106,13 @@ def _watched(call: Callable[[], T], device: torch.device) -> tuple[T, list[str]]
         left = State(device)
         before.restore(suspects)
         again = State(device)
-        result = call()
+        call()
         confirmed = again.changed()
         once = [name for name in suspects if name not in confirmed]
         left.restore(name for name in once if not before.takes_back(name))
         suspects = [name for name in suspects if name in confirmed]
     before.restore(suspects)
-    return result, own + suspects
+    return own + suspects
 
 
 def _unchanged_while_waiting(names: list[str], seconds: float, device: torch.device) -> list[str]:
