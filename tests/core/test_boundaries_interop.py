@@ -30,6 +30,7 @@ from tmm_core.interop import (
     gradients,
     grouped_operator,
     host_bound,
+    inductor,
     row_quantization,
 )
 from tmm_core.interop.declaration import _in_memory, cast_first
@@ -1097,6 +1098,23 @@ def test_two_products_of_frozen_weights_become_one(name: str, undone: bool) -> N
     y = torch.fx.GraphModule(torch.nn.Module(), graph)(*given)
     torch.testing.assert_close(y, expected)
     assert sum(node.target in PRODUCTS for node in graph.nodes) == (2 if undone else 1)
+
+
+@pytest.mark.parametrize("gated", [True, False, None])
+def test_a_joint_product_stays_only_where_the_activation_follows(
+    gated: bool | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    function, given, _ = PAIRS["swiglu"]
+    graph, _ = graph_of(function, FP32, *given)
+    weights = {node for node in graph.nodes if node.op == "placeholder"}
+    ((gate, up),) = pairs(graph)
+    if gated is not True:  # the tail is another, or cannot be read
+        found = {False: SimpleNamespace(gated=False)}
+        monkeypatch.setattr(inductor.tails, "tail_of", lambda product: found[gated])
+    with nullcontext() if gated is not None else pytest.raises(KeyError):
+        inductor.Join("always")._join(graph, gate, up, weights)
+    graph.eliminate_dead_code()
+    assert sum(node.target in PRODUCTS for node in graph.nodes) == (1 if gated else 2)
 
 
 @pytest.mark.parametrize(

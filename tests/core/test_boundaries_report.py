@@ -379,6 +379,12 @@ def test_the_head_of_a_report() -> None:
     assert lines[0] == "# tmm against torch on GPU"
     assert lines[2] == "torch 2, triton none, CUDA 13, cuBLAS 130, driver unknown, tmm 1"
     assert lines[3] == "- today: commit 0123456789ab, `tmm bench`"
+    # The last run's software is named, and each run's command.
+    environment = {**RUN["environment"], "torch": "3"}
+    later = {**RUN, "started": "later", "environment": environment, "tmm": "2"}
+    lines = report.markdown(Results.of([RUN, later])).splitlines()
+    assert lines[2] == "torch 3, triton none, CUDA 13, cuBLAS 130, driver unknown, tmm 2"
+    assert [line.split(":")[0] for line in lines[3:5]] == ["- today", "- later"]
 
 
 @pytest.mark.parametrize(

@@ -362,4 +362,9 @@ REDRAWN = [
            "tile = kind, self._estimates[c]",
            "a second kernel of an arithmetic is timed last",
            ("tests/core/test_boundaries_stages.py::test_equal_estimates_of_two_kernels_are_not_variants_of_a_tile",)),
+    Mutant("redrawn-joined-without-a-gate", "interop/inductor.py",
+           'worth = tail.gated and (self.when == "always" or pays(tail, terms_of(product)))',
+           'worth = self.when == "always" or pays(tail, terms_of(product))',
+           "weights are joined whose product is not gated",
+           ("tests/core/test_boundaries_interop.py::test_a_joint_product_stays_only_where_the_activation_follows",)),
 ]  # fmt: skip

@@ -109,8 +109,9 @@ class Join(Pass):
         product = constants.join(graph, gate, up, frozen)
         if product is None:
             return
-        tail, worth = tails.tail_of(product), False
+        worth = False
         try:
+            tail = tails.tail_of(product)
             worth = tail.gated and (self.when == "always" or pays(tail, terms_of(product)))
         finally:
             if not worth:
