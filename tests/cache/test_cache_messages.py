@@ -207,6 +207,7 @@ def test_a_record_prints_as_a_line() -> None:
 def test_fields_that_are_off_are_not_printed() -> None:
     config = {"BLOCK_M": 64, "early": "", "splits": 0, "none": None, "tma": False}
     assert problem_fields.config(config) == "BLOCK_M=64 splits=0 none=none tma=false"
+    assert problem_fields.config({"a\nb": "c\x1b"}) == "a\\nb=c\\x1b"
 
 
 # -- the start of `tmm` --------------------------------------------------------------------

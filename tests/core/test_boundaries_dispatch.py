@@ -621,6 +621,25 @@ def test_so_many_hints_are_tried_first_and_none_is_of_blas() -> None:
     assert 29 - MOST_HINTS not in mine[: MOST_HINTS + 1]
 
 
+@pytest.mark.parametrize(
+    ("close", "invariant", "others"), [(True, False, 0), (False, False, 1), (True, True, 1)]
+)
+def test_close_hints_take_the_place_of_a_candidate_of_each_kernel(
+    close: bool, invariant: bool, others: int
+) -> None:
+    kernels = [
+        FakeBlas(estimate=10.0), Summing("k", {1: "one", 2: "one"}), Summing("other", {1: "two"}),
+    ]  # fmt: skip
+    for kernel in kernels[1:]:
+        kernel.estimate_us = lambda problem, config: 5.0  # type: ignore[method-assign]
+    hints = Hints([("k", {"tile": 2})], close=close)
+    search = searched(problem(batch_invariant=invariant), kernels, kernels, None, hints)
+    search._first = 2
+    names = [each.kernel.name for each in search.first()]
+    assert names[:2] == ["blas", "k"]
+    assert names.count("other") == others
+
+
 def test_the_best_ratio_of_a_kernel_scales_its_estimates() -> None:
     """If a config took half of its estimate, other configs of its kernel may, too."""
 

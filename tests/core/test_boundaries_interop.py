@@ -1023,6 +1023,22 @@ def test_a_product_that_no_call_computes_has_no_terms(name: str) -> None:
     assert terms_of(tail.product) is None
 
 
+@pytest.mark.parametrize(
+    ("alpha", "served"),
+    [
+        (1, True), (-2, True), (0.5, True), (-(2.0**-126), True), (2.0**-127, False), (0, False),
+        (3.4e38, True), (-3.5e38, False), (float("nan"), False), (1j, False),
+    ],
+)  # fmt: skip
+def test_an_alpha_that_fp32_holds_is_passed_on(alpha: Any, served: bool) -> None:
+    graph, _ = graph_of(lambda a, b, v: torch.addmm(v, a, b), FP32, A, B, V)
+    (tail,) = tails(graph)
+    tail.product.kwargs = {"alpha": alpha}
+    terms = terms_of(tail.product)
+    assert (terms is not None) == served
+    assert terms is None or terms[4] == alpha
+
+
 #: Gate and up projection by two weights.
 PAIRS: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], int]] = {
     "swiglu": (lambda a, b, c: F.silu(a @ b) * (a @ c), (A, B, B2), 1),

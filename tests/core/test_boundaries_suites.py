@@ -159,6 +159,19 @@ def test_fewer_rows_may_be_declined() -> None:
     run(suite(one).test_batch_invariant)
 
 
+@pytest.mark.parametrize("name", ["test_current_stream", "test_graph_capture"])
+def test_tests_on_a_gpu_are_skipped_with_the_kernels_reason(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    declining = suite(Exact(against=lambda p: ["only on Mondays"]))
+    with pytest.raises(Skipped, match="streams and graphs are CUDA's"):
+        getattr(declining, name)()
+    monkeypatch.setattr(declining, "_device", lambda: torch.device("cuda"))
+    monkeypatch.setattr(declining, "_probe", problem)
+    with pytest.raises(Skipped, match="only on Mondays"):
+        getattr(declining, name)()
+
+
 @pytest.mark.parametrize(
     ("time", "bytes_", "passes"),
     [
