@@ -1084,6 +1084,21 @@ def test_a_launcher_of_n_d_operands_is_also_launched_by_its_source(
     assert len(checks._errors) == len(made)
 
 
+def test_a_result_in_an_input_of_a_round_names_the_input() -> None:
+    data = DataSets(problem(m=6, n=8, k=4, residual=Operand(torch.float32)), CPU, 1 << 26)
+
+    def run(a: Any, b: Any, bias: Any, residual: Any, alpha: float, out: Any) -> Any:
+        return residual.data.add_(torch.matmul(a, b))  # raises no version
+
+    checks, made = (
+        ways_of_use.WaysOfUse(data, run, True, False),
+        Round(data, Plan("x", Recipe(), "own")),
+    )
+    made.refer()
+    with pytest.raises(WrongError, match="returned memory of its input residual$"):
+        checks._launched(made)
+
+
 @pytest.mark.parametrize("keeps", [False, True])
 def test_no_result_of_a_round_is_kept(keeps: bool) -> None:
     data = DataSets(problem(m=6, n=8, k=4), CPU, 1 << 26)
