@@ -42,7 +42,7 @@ from tmm_core import (
     UnsupportedProblemError,
     errors,
 )
-from tmm_core.dispatch import deferring, heuristic, invariant, lookup, measuring
+from tmm_core.dispatch import deferring, heuristic, invariant, lookup
 from tmm_core.dispatch import dispatcher as answers
 from tmm_core.dispatch.dispatcher import Dispatcher
 from tmm_core.dispatch.dry_run import dry_run
@@ -813,7 +813,7 @@ def test_a_call_waits_for_another_process_where_its_bits_may_not_change(
 
     def tune(key: Any, able: Any, settings: Any, *, wait: bool, spent: float) -> Any:
         waits.append(wait)
-        raise measuring.BusyError
+        return None
 
     monkeypatch.setattr(d, "_tune", tune)
     warned = pytest.warns(TmmWarning, match="BLAS, which is not batch-invariant: another process")
@@ -1644,8 +1644,13 @@ def test_a_weight_that_does_not_change_is_tuned_as_such_if_it_is_one(
 ) -> None:
     d, _ = dispatcher(FakeBlas(), root=tmp_path)
     tuned: list[Problem] = []
-    monkeypatch.setattr(d, "_tune", lambda key, *_, **__: tuned.append(key))
-    d.tune(problem(batch=batch), settings(static_weights=static))
+
+    def tune(key: Problem, *_: Any, **__: Any) -> Any:
+        tuned.append(key)
+        return "its record"
+
+    monkeypatch.setattr(d, "_tune", tune)
+    assert d.tune(problem(batch=batch), settings(static_weights=static)) == "its record"
     assert [each.static_weights for each in tuned] == [static and batch == 1]
 
 

@@ -1095,7 +1095,7 @@ def test_a_result_in_an_input_of_a_round_names_the_input() -> None:
         Round(data, Plan("x", Recipe(), "own")),
     )
     made.refer()
-    with pytest.raises(WrongError, match="returned memory of its input residual$"):
+    with pytest.raises(WrongError, match=r"returned memory of its input residual$"):
         checks._launched(made)
 
 

@@ -598,13 +598,7 @@ def test_which_outcomes_are_recorded_left_for_later_or_reported(
     assert not any(each.raised for each in one.runs)
 
 
-def test_tried_kernels_are_noted_and_the_timer_is_the_devices() -> None:
-    found = Findings()
-    found.tried |= {("old", "1")}  # type: ignore[assignment]
-    kernels = FakeBlas(), FakeKernel("k", version="3")
-    record = Tuner(FakeTimer({})).tune(problem(), kernels, settings(), findings=found)
-    assert found.tried == {("old", "1"), ("blas", "1"), ("k", "3")}
-    assert len(record.candidates) == 2
+def test_the_timer_and_the_threads_of_a_tuning() -> None:
     for mode, workers in (("background", 1), ("tune", 7)):
         one = tuner.Tuner(workers=7)._tuning(
             problem(), settings(on_cache_miss=mode), Deadline(math.inf), Findings()

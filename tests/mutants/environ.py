@@ -118,7 +118,7 @@ ENVIRON = [
     Mutant(
         "untried-unnoted",
         "dispatch/measuring.py",
-        "            self.untried.note(key, findings.tried, findings.left)\n",
+        "            self.untried.note(key, {(k.name, k.version) for k in new}, findings.left)\n",
         "",
         "every process tunes again while ptxas is missing",
         (ENVIRONMENT, COMPILERS),

@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Any
 from tmm_cache import CacheStore, TuningRecord
 
 from tmm_core.dispatch.deferring import Deferring, Query
-from tmm_core.dispatch.measuring import BusyError
 from tmm_core.errors import (
     ConfigError,
     PluginError,
@@ -317,13 +316,13 @@ class Dispatcher(Deferring):
             # Where two calls must give the same bits, an interim answer is not allowed.
             waits = problem.batch_invariant
             record = self._tune(key, able, settings, wait=waits, spent=query.spent)
-        except BusyError:
-            return self._meanwhile(query)
         except Exception as error:  # tuning is a feature; the matmul must be answered
             reraise(error)
             why = f"tuning failed: {error_text(error)}"
             self.warn_of_tuning(problem, error, why)
             return self._unmeasured(query, why)
+        if record is None:
+            return self._meanwhile(query)
         if (candidate := self.best(record, query.able, problem)) is not None:
             return self.chosen_by(candidate, key, "tuned")
         return self._unmeasured(query, "tuning gave no usable winner")
@@ -428,6 +427,7 @@ class Dispatcher(Deferring):
                 problem = problem.bare()
                 able = self.able(problem, settings)
                 record = self._tune(problem, able, settings, force=force, resume=True)
+            assert record is not None  # it waits for other processes
             self._forget()
             return record
 

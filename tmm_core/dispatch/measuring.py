@@ -44,10 +44,6 @@ OTHER_KERNELS, OTHER_VERSIONS = 32, 2
 LOCK_PATIENCE = 4.0
 
 
-class BusyError(Exception):
-    """Another process tunes this problem, or another one on this GPU."""
-
-
 class Measuring(Lookup):
     """The records of a store, completed by a tuner."""
 
@@ -122,9 +118,10 @@ class Measuring(Lookup):
         *,
         wait: bool = True,
         **options: Any,
-    ) -> TuningRecord:
+    ) -> TuningRecord | None:
         """Take all steps of :meth:`_tuning` at once, with its ``options`` and a line of progress.
-        If another process tunes the problem, ``wait`` for it or raise :class:`BusyError`."""
+        If another process tunes the problem, or another one on this GPU, ``wait`` for it or return
+        None."""
         from tmm_core.tuning.progress import LINE
 
         device, document = key.device, key.to_json()
@@ -135,7 +132,7 @@ class Measuring(Lookup):
             LINE.of(str(key), settings.progress) as tick,
         ):
             if not (wait or (held and alone)):
-                raise BusyError
+                return None
             return drained(self._tuning(key, able, settings, **options), tick)
 
     def _tuning(
@@ -165,7 +162,7 @@ class Measuring(Lookup):
             self._store(key, record)
             if findings.verified:
                 self.stamp_winner(key, record)
-            self.untried.note(key, findings.tried, findings.left)
+            self.untried.note(key, {(k.name, k.version) for k in new}, findings.left)
         findings.report(key)
         return record
 

@@ -34,8 +34,7 @@ _warned: set[str] = set()
 class Findings:
     """The findings of one tuning."""
 
-    #: The kernels to be tried, and the kernels among them that the environment left untried.
-    tried: set[KernelVersion] = field(default_factory=set)
+    #: The kernels that the environment left untried.
     left: dict[KernelVersion, Obstacle] = field(default_factory=dict)
     #: The untried kernels that were set aside, with a warning.
     reported: set[KernelVersion] = field(default_factory=set)

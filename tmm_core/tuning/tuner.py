@@ -116,7 +116,6 @@ class Tuner:
             tuning.runs.append(CandidateRun(candidate))
             tuning.runs[-1].fail(why)
         results = tuning.conclude()
-        findings.tried |= {(k.name, k.version) for k in new}
         measured = {(r.kernel, r.version) for r in results}
         present = {(k.name, k.version) for k in kernels}
         if before is not None:
