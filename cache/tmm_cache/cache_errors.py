@@ -24,16 +24,13 @@ _warned: set[tuple[Path, str]] = set()
 _warned_guard = threading.Lock()
 
 
-def warn_once(path: Path, message: str, *, about: str = "") -> None:
-    """Issue one `CacheWarning` per file and process.
-
-    A serving process meets the same broken file on every miss. `about` distinguishes two faults of
-    one path, so that both are reported.
-    """
+def warn_once(path: Path, message: str, *, about: str = "", key: Path | None = None) -> None:
+    """Issue one `CacheWarning` per file (or `key`) and process: a serving process meets the same
+    broken file on every miss. `about` distinguishes two faults, so that both are reported."""
     with _warned_guard:
-        if (path, about) in _warned:
+        if (key or path, about) in _warned:
             return
-        _warned.add((path, about))
+        _warned.add((key or path, about))
     warn_caller(f"{path}: {message}", CacheWarning)
 
 

@@ -1,4 +1,4 @@
-"""Warns of a store's faults, each once: one warning for all files of a faulty folder or root."""
+"""Warns of a store's faults, each once: one warning for a thousand files that fail alike."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ _UNWRITABLE: Final = {errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR, er
 
 
 def warn_of(fault: Fault) -> None:
-    """Warn of a fault. A fault that all files of a folder share is reported once per root."""
+    """Warn of a fault. A fault that all files of a folder share is reported once per root, files
+    that cannot be read once per folder: the others most likely fail the same way."""
     if is_nowhere(fault.path):
         return
     if fault.of_folder:
@@ -25,7 +26,8 @@ def warn_of(fault: Fault) -> None:
         root = next((path.parent for path in parents if path.name == VERSION), fault.path)
         warn_once(root, text, about="place")
     else:
-        warn_once(fault.path, f"{fault.reason}; passed over")
+        key = fault.path if fault.damaged else fault.path.parent
+        warn_once(fault.path, f"{fault.reason}; passed over", about="file", key=key)
 
 
 class FaultWarnings:

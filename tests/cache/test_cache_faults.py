@@ -155,12 +155,16 @@ def test_a_digest_collision_is_a_miss(store: CacheStore, monkeypatch: pytest.Mon
 
 
 def test_an_unreadable_file_is_a_miss(store: CacheStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others in its folder most likely are unreadable, too, such as records that root wrote."""
     path = store.save(GPU, ENVIRONMENT, record())
     assert path is not None
+    other = record(problem(m=7))
+    store.save(GPU, ENVIRONMENT, other)
 
-    monkeypatch.setattr(os, "open", failing("open", errno.EACCES, only=str(path)))
+    monkeypatch.setattr(os, "open", failing("open", errno.EACCES, only=str(path.parent)))
     with warned(rf"{path}: cannot be read: Permission denied"):
         assert store.load(GPU, ENVIRONMENT, problem()) is None
+        assert store.load(GPU, ENVIRONMENT, other.problem) is None
         assert list(store.summaries()) == []
     monkeypatch.undo()
     assert CacheStore(store.root, []).load(GPU, ENVIRONMENT, problem()) == record()
