@@ -204,7 +204,7 @@ def _reduced(epilogue: Epilogue) -> tuple[Any, ...]:
         return functools.reduce, (Epilogue.then, epilogue.stages)
     if epilogue.builtin:
         return _named, (replace(epilogue, outputs=()).key, epilogue.outputs)
-    given = {each.name: getattr(epilogue, each.name) for each in fields(epilogue) if each.init}
+    given = {each.name: getattr(epilogue, each.name) for each in fields(epilogue)}
     return _of_fields, (given,)
 
 

@@ -110,17 +110,24 @@ class Epilogue:
     #: Whether it is built in. Tmm's version then determines its behaviour, so its name is its key.
     builtin: bool = field(default=False, repr=False)
 
-    # Graphs of torch.compile, which cannot trace :meth:`interned`, are guarded by the following.
+    if TYPE_CHECKING:
+        # Attributes that are no fields. Graphs of torch.compile, which cannot trace
+        # :meth:`interned`, are guarded by them.
 
-    #: A text that differs between epilogues of this process that compute different results. It
-    #: covers the variables that functions read when the epilogue was made. Empty if it was made in
-    #: a graph.
-    traced: str = field(init=False, repr=False)
-    #: Whether a graph has the reference's own operators and guards: it is the only function and
-    #: reads objects, which may change.
-    traces: bool = field(init=False, repr=False)
-    #: Functions that return the variables that functions read, at present.
-    readers: tuple[Callable[[], Any], ...] = field(init=False, repr=False)
+        @property
+        def traced(self) -> str:
+            """A text that differs between epilogues of this process that compute different results.
+            It covers the variables that functions read when the epilogue was made. Empty if it was
+            made in a graph."""
+
+        @property
+        def traces(self) -> bool:
+            """Whether a graph has the reference's own operators and guards: it is the only function
+            and reads objects, which may change."""
+
+        @property
+        def readers(self) -> tuple[Callable[[], Any], ...]:
+            """Functions that return the variables that functions read, at present."""
 
     def __post_init__(self) -> None:
         self.check_types()
@@ -147,13 +154,13 @@ class Epilogue:
             object.__setattr__(self, "builtin", False)
         if len({port.name for port in self.outputs}) < len(self.outputs):
             raise ValueError(f"epilogue {self.name!r} has two outputs of one name")
-        traced, traces = "", True
-        readers: tuple[Callable[[], Any], ...] = ()
-        if not in_graph:
-            traced, traces = repr(self._identity()), not any(more) and reads_objects(self.reference)
-            readers = tuple(reader_of(cell) for cell, _ in self._cells())
-        for name, value in (("traced", traced), ("traces", traces), ("readers", readers)):
-            object.__setattr__(self, name, value)
+        if in_graph:
+            for name, value in (("traced", ""), ("traces", True), ("readers", ())):
+                object.__setattr__(self, name, value)
+            return
+        object.__setattr__(self, "traced", repr(self._identity()))
+        object.__setattr__(self, "traces", not any(more) and reads_objects(self.reference))
+        object.__setattr__(self, "readers", tuple(reader_of(cell) for cell, _ in self._cells()))
 
     def check_types(self) -> None:
         """Check the types of all fields but the parameters. A flag that is a tensor would make
