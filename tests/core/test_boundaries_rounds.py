@@ -839,6 +839,8 @@ def test_sets_of_inputs_that_were_not_all_made_are_made_again() -> None:
         (lambda t: t.clone().zero_(), False),
         (lambda t: t.add_(0), True),  # a backward pass detects this by the version
         (lambda t: t.requires_grad_(), True),
+        (lambda t: torch._C._set_neg(t, True), True),
+        (lambda t: setattr(t, "__class__", torch.nn.Parameter), True),
         (lambda t: setattr(t, "data", t.clone()), True),
         (lambda t: setattr(t, "data", t.data.double()), True),
         (lambda t: setattr(t, "data", t.data.flatten()[:3]), True),

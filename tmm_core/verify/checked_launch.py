@@ -33,7 +33,7 @@ def _properties(given: Inputs) -> dict[str, tuple[Any, ...]]:
     values: memory, gradients, and the versions by which a backward pass detects writes."""
     return {
         name: (
-            t.data_ptr(), t.dtype, t.shape, t.stride(), t.requires_grad,
+            type(t), t.data_ptr(), t.dtype, t.shape, t.stride(), t.is_neg(), t.requires_grad,
             id(t.grad) if t.is_leaf and t.requires_grad else None,
             None if t.is_inference() else t._version,
         )
