@@ -357,9 +357,10 @@ def test_names_that_nothing_has_are_found(name: str, good: str, bad: str, what: 
 
 
 def test_a_kernel_is_forced_among_kernels_alone() -> None:
-    """``triton.pointwise`` may be disabled, but it computes no product."""
-    (fault,) = wrong({"TMM_KERNEL": "triton.pointwise"}).values()
-    assert "kernel 'triton.pointwise'" in fault
+    """``triton.pointwise`` may be disabled, but it computes no product. A list names no kernel."""
+    for name in ("triton.pointwise", "blas,blas"):
+        (fault,) = wrong({"TMM_KERNEL": name}).values()
+        assert f"kernel '{name}'" in fault
 
 
 @pytest.mark.parametrize(

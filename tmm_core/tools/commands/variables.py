@@ -93,10 +93,9 @@ def _installed(name: str, text: str, registry: Registry) -> None:
         unknown = registry.unknown("plugin", listed)
     elif name == "TMM_DISABLE":
         unknown = registry.unknown("kernel", listed - {POINTWISE})
-    elif name == "TMM_KERNEL":
+    elif name == "TMM_KERNEL" and (kernel := text.strip()):  # no list: one kernel is forced
         try:
-            for kernel in listed:
-                registry.kernel(kernel)
+            registry.kernel(kernel)
         except TmmError as error:
             raise ValueError(str(error)) from error
     if unknown:
