@@ -12,14 +12,15 @@ import importlib.metadata
 import itertools
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import FunctionType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from tmm_base.guards import OWN_PACKAGES, suppress
+from tmm_base.stamps import stamp
 from tmm_cache.fields import NAME_MAX
 
 if TYPE_CHECKING:
@@ -64,8 +65,7 @@ def _outside(distribution: str, counted: set[str]) -> list[str]:
             own = top.endswith(_INSTALLER_SUFFIXES)
             if module not in counted | {"", "__editable__"} and not own:
                 found.append((str(file.locate()), str(file)))
-    stamps = tuple(_stamp(path, name) for path, name in sorted(found))
-    return [_digest(distribution, stamps)] if stamps else []
+    return [_contents(distribution, sorted(found))] if found else []
 
 
 def format_code(form: Format) -> str:
@@ -133,8 +133,8 @@ def package_digest(module: str) -> str | None:
     file. Files that changed are read again."""
     if module == "__main__" and hasattr(sys, "ps1"):
         return None  # an interactive session may run an edited part of a script
-    stamps = tuple(_stamp(path, name) for path, name in _files(module))
-    return _digest(_package(module), stamps) if stamps else None
+    files = _files(module)
+    return _contents(_package(module), files) if files else None
 
 
 def top_level(module: object) -> str:
@@ -197,29 +197,22 @@ def _walk(folder: str) -> Iterator[str]:
         yield from (os.path.join(place, name) for name in names if name not in sources)
 
 
-class _Stamp(NamedTuple):
-    path: str
-    name: str
-    size: int
-    modified: int
-    changed: int
-
-
-def _stamp(path: str, name: str) -> _Stamp:
-    with suppress(OSError):  # just removed
-        status = os.stat(path)
-        return _Stamp(path, name, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
-    return _Stamp(path, name, 0, 0, 0)
+def _contents(package: str, files: Sequence[tuple[str, str]]) -> str:
+    """Return a digest of files, which are sorted, with their names. The digest of files that did
+    not change is kept."""
+    stamps = tuple(map(tuple, stamp(path for path, _ in files)))
+    return _digest(package, tuple(name for _, name in files), stamps)
 
 
 @functools.lru_cache(256)
-def _digest(package: str, stamps: tuple[_Stamp, ...]) -> str:
+def _digest(package: str, names: tuple[str, ...], stamps: tuple[tuple[Any, ...], ...]) -> str:
     found, room = [package], _MOST_BYTES
-    for each in stamps:
-        room -= max(each.size, _LEAST_BYTES)
-        content = f"{each.size} {each.modified}"
+    for name, (path, *status) in zip(names, stamps, strict=True):
+        size, modified = status[:2] or (0, 0)  # just removed
+        room -= max(size, _LEAST_BYTES)
+        content = f"{size} {modified}"
         if room >= 0:
             with suppress(OSError):  # the package cannot read it either
-                content = hashlib.sha256(Path(each.path).read_bytes()).hexdigest()
-        found.append(f"{each.name} {content}")
+                content = hashlib.sha256(Path(path).read_bytes()).hexdigest()
+        found.append(f"{name} {content}")
     return _short(*found)
