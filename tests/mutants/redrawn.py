@@ -377,4 +377,9 @@ REDRAWN = [
            "if self._is_likely(c))",
            "a tuning with a near record is as long as one without",
            ("tests/core/test_boundaries_dispatch.py::test_close_hints_take_the_place_of_a_candidate_of_each_kernel",)),
+    Mutant("redrawn-scales-in-fp16", "tmm_blas/dequantized.py",
+           "    if problem.value is not torch.bfloat16:\n        return None\n",
+           "",
+           "values of fp16 times their scales are Inf",
+           ("tests/plugins/test_boundaries_blas.py::test_scales_of_rows_are_folded_into_values_by_a_kernel_alone",)),
 ]  # fmt: skip

@@ -514,3 +514,55 @@ def test_a_product_keeps_its_shape_when_it_is_scaled(shape: tuple[int, ...]) -> 
     found = dequantized.rescaled(z, scale)
     assert torch.equal(found, z * scale.expand(z.shape) if scale.numel() > 1 else z * scale.item())
     assert found.shape == z.shape
+
+
+# -- stored operands with their scales ------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("value", "spec", "kernel", "bound"),
+    [
+        (BF16, INT8, True, True), (BF16, INT8, False, False), (FP16, INT8, True, False),
+        (BF16, replace(INT8, scale=Scale.parse("tensor")), True, True),
+        (BF16, replace(INT8, zero=torch.int8), True, False),
+        (FP16, replace(INT8, scale=Scale.parse("1x32")), False, True),
+        (BF16, COL, True, True),
+    ],
+)  # fmt: skip
+def test_scales_of_rows_are_folded_into_values_by_a_kernel_alone(
+    value: torch.dtype, spec: Operand, kernel: bool, bound: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Values of fp16 times a scale may be Inf, and torch's operators would round the sum twice."""
+    fused = (lambda t, scale, zero: t.float() * scale) if kernel else None
+    monkeypatch.setattr(dequantized, "_fused", lambda *given: fused)
+    problem = replace(LAYER, a=Operand(value), b=spec, out=Operand(value))
+    assert (dequantized.bind_scaled(problem, "b") is not None) is bound
+
+
+@pytest.mark.parametrize("of", ["a", "b"])
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("scales", ["row", "rows of each", "one"])
+def test_a_kernel_gets_rows_of_an_operand_with_their_scales(
+    of: str, batch: int, scales: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fused(t: Tensor, scale: Tensor, zero: Any) -> Tensor:
+        assert t.is_contiguous()  # K is the contiguous dimension
+        assert t.dim() == scale.dim()
+        assert scale.shape[:-2] == t.shape[:-2]
+        assert scale.shape[-1] == 1
+        return t.float() * scale
+
+    monkeypatch.setattr(dequantized, "_fused", lambda *given: fused)
+    stored = replace(INT8, layout="row" if of == "a" else "col")
+    problem = replace(LAYER, **{"a": ROW, "b": COL, of: stored}, batch=batch)
+    lead = (batch,) if batch > 1 else ()
+    rows = torch.randint(-9, 9, (*lead, 4, 8), dtype=torch.int8)
+    shape = {"row": (4, 1), "rows of each": (*lead, 4, 1), "one": ()}[scales]
+    scale = torch.rand(shape) + 0.5
+    values = dequantized.bind_scaled(problem, of)
+    assert values is not None
+    if of == "a":
+        found = values(rows, scale, None)
+    else:
+        found = values(rows.mT, scale if scales == "one" else scale.mT, None).mT
+    torch.testing.assert_close(found, rows.float() * scale)
