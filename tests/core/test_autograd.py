@@ -1069,7 +1069,12 @@ def test_tangents_inside_a_graph(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["epilogue", "own derivative", "groups"])
-def test_batched_gradients_after_forward_mode(name: str) -> None:
+@pytest.mark.parametrize("traced", [False, True])
+def test_batched_gradients_after_forward_mode(
+    name: str, traced: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch has no rule that queries a batch of gradients for a tangent."""
+    monkeypatch.setattr(autograd_state, "_levels_were_traced", traced)
     a, b = leaf(5, 4).float(), torch.randn(3, 4)
     torch.func.jvp(lambda a: PRODUCTS[name](a, b), (a,), (a,))
     y = PRODUCTS[name](a, b)

@@ -644,6 +644,21 @@ def test_a_weight_that_is_cast_before_the_call_is_not_static() -> None:
         assert static(FP32, out=torch.zeros(4, 6))
 
 
+def test_rows_of_another_type_need_torchs_dispatcher() -> None:
+    other = type("Other", (torch.Tensor,), {})
+    call = GroupedArguments(
+        torch.zeros(4, 8), torch.zeros(2, 8, 6), torch.tensor([2, 4], dtype=torch.int32)
+    )
+    assert grouped_operator._is_eager(call)
+    rows = {
+        "a_index": torch.arange(4), "out_index": torch.arange(4), "out_weights": torch.ones(4),
+        "bias": torch.ones(2, 6), "residual": torch.ones(4, 6),
+    }  # fmt: skip
+    for name, t in rows.items():
+        assert grouped_operator._is_eager(call._replace(**{name: t}))
+        assert not grouped_operator._is_eager(call._replace(**{name: t.as_subclass(other)}))
+
+
 def test_autocast_leaves_fp64_and_8_bits_as_they_are() -> None:
     a, b = double(4, 8), double(8, 6)
     eight = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn)
