@@ -429,9 +429,19 @@ def other_layer_in_training(self: Any, x: Tensor) -> Tensor:
     return self.act(self.up(x)) if self.training else self.act(self.down(x))
 
 
+def by_a_global(self: Any, x: Tensor) -> Tensor:
+    return self.act(self.up(x)) * TWICE
+
+
+TWICE = 2.0
+#: Its module cannot be found: other code may change the global without being noticed.
+of_no_module = types.FunctionType(by_a_global.__code__, {"TWICE": 2.0}, "of_no_module")
+
+
 @pytest.mark.parametrize(
     ("forward", "reason"),
     [
+        (of_no_module, "its forward uses TWICE of a module that cannot be found"),
         (any_number, "its forward does not take one tensor"),
         (two_tensors, "its forward takes more than one argument"),
         (Called(), "its forward is not a plain function"),
