@@ -479,6 +479,21 @@ for _ in range(100_000):
 def test_a_config_that_is_not_json_is_refused_when_written(value: Any) -> None:
     with pytest.raises(RecordError, match="config: found a value that is not JSON"):
         CandidateResult("k", "v", {"x": value}, "ok").to_json()
+    with pytest.raises(RecordError, match="problem: found a value that is not JSON"):
+        replace(record(), problem={"m": 1, "x": value}).to_json()
+
+
+@pytest.mark.parametrize("changes", [{}, {"problem": {"m": 1, "n": 2, "k": 3}}])
+def test_a_document_shares_nothing_with_its_record(changes: Any) -> None:
+    plain = replace(SPLIT_K, config={"BLOCK_M": 64})
+    one = record(candidates=(plain, SPLIT_K), winner=0, **changes)
+    text = json.dumps(one.to_json())
+    document: Any = one.to_json()
+    document["problem"].clear()
+    document["problem"]["x"] = 1
+    for candidate in document["candidates"]:
+        candidate["config"]["x"] = 1
+    assert json.dumps(one.to_json()) == text
 
 
 def test_parse_refuses_constants_that_are_not_json() -> None:

@@ -19,6 +19,7 @@ from fakes import FakeConfig, FakeKernel, problem, register
 from test_bench import ColumnTimer, document, small_problems
 from tmm_cache import CandidateResult
 
+import tmm_core
 from tmm_core import Traits, dispatch, settings
 from tmm_core.bench import (
     exhaustive,
@@ -34,6 +35,7 @@ from tmm_core.bench import (
 )
 from tmm_core.bench.case import LAYOUTS, Case
 from tmm_core.bench.results import KINDS, Results
+from tmm_core.launch import warm
 from tmm_core.tuning.timing import GraphTimer
 from tmm_core.verify.environment_faults import BUDGET_ENDED
 
@@ -571,13 +573,17 @@ def test_without_records_kernels_are_compiled_into_an_empty_folder(
     monkeypatch.setenv("TMM_REQUIRE_LOCKED", "1")
     monkeypatch.setenv("TMM_LOCK_FILE", "/x")
     usual, folder = dispatch.default_dispatcher(), os.environ.get("TRITON_CACHE_DIR")
+    a = torch.randn(4, 8)
     with exhaustive.without_records():
+        tmm_core.matmul(a, a.T)
+        assert warm._plans
         root = dispatch.default_dispatcher().store.root
         assert os.environ["TRITON_CACHE_DIR"] == f"{root}/triton"
         assert os.environ["TMM_REQUIRE_LOCKED"] == "0"
         assert "TMM_LOCK_FILE" not in os.environ
         assert root != usual.store.root
     assert dispatch.default_dispatcher() is usual
+    assert not warm._plans
     assert (os.environ.get("TRITON_CACHE_DIR"), os.environ["TMM_LOCK_FILE"]) == (folder, "/x")
     assert not root.exists()
 

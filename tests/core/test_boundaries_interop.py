@@ -1131,6 +1131,14 @@ def test_two_products_of_frozen_weights_become_one(name: str, undone: bool) -> N
     assert sum(node.target in PRODUCTS for node in graph.nodes) == (2 if undone else 1)
 
 
+@pytest.mark.parametrize(("rows", "calls"), [(4, 1), (0, 0)])
+def test_products_without_elements_stay_torchs(rows: int, calls: int) -> None:
+    graph, _ = graph_of(lambda a, b: torch.relu(a @ b), FP32, A[:rows], B)
+    inductor.Rewrite("always")._rewrite_all(graph)
+    called = [node for node in graph.nodes if node.target is torch.ops.tmm.matmul.default]
+    assert len(called) == calls
+
+
 @pytest.mark.parametrize("gated", [True, False, None])
 def test_a_joint_product_stays_only_where_the_activation_follows(
     gated: bool | None, monkeypatch: pytest.MonkeyPatch
@@ -1180,6 +1188,12 @@ def test_as_many_answers_are_kept_as_plans(lasting: bool, monkeypatch: pytest.Mo
         assert len(aten_answers.through) == (i - 1) % 3 + 1
     assert aten_answers._keep_for_good(("mm", 2), drops) is aten_answers.THROUGH
     assert "mm" not in aten_answers.through
+    # Plans were dropped while the answer was found.
+    answer = aten_answers.Answer()
+    assert keep((9,), answer, drops - 1) is answer
+    assert (9,) not in kept
+    aten_answers._keep_for_good((("part", 9), 2), drops - 1)
+    assert ("part", 9) not in aten_answers.through
 
 
 @pytest.mark.parametrize(

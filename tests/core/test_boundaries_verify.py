@@ -33,6 +33,7 @@ from tmm_core.epilogues import parse
 from tmm_core.epilogues.clamped_swiglu import CLAMPED
 from tmm_core.formats import FORMATS
 from tmm_core.launch.codegen import Body
+from tmm_core.spec.epilogue import Epilogue
 from tmm_core.spec.launcher import Bound
 from tmm_core.spec.operand import Scale
 from tmm_core.verify import (
@@ -87,6 +88,18 @@ def test_an_error_is_relative_to_an_element_and_to_all(
 @pytest.mark.parametrize("value", [NAN, INF])
 def test_a_non_finite_value_is_a_large_error(value: float) -> None:
     assert not error(torch.tensor([value, 1.0]), torch.tensor([1.0, 1.0])) < 1e30
+
+
+@pytest.mark.parametrize(
+    ("value", "off", "change"),
+    [(4.0, 5.0, 1.0), (0.0, -1.0, INF), (-4.0, 5.0, INF), (-4.0, 1.0, 0.0), (INF, -INF, INF)],
+)
+def test_a_change_to_or_from_nan_is_infinite(value: float, off: float, change: float) -> None:
+    """The epilogue's error is the change of its output."""
+    root = Epilogue("root", torch.sqrt)
+    values = (torch.tensor([value]),)
+    found = compare._change(root, values, 0, torch.tensor([off]), torch.sqrt(values[0]))
+    assert found.item() == change
 
 
 def test_the_rms_of_complex_and_of_no_numbers() -> None:

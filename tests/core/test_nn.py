@@ -225,6 +225,9 @@ def test_linear_has_torchs_initialisation_and_signature() -> None:
 def test_linears_epilogue_can_be_read_changed_and_seen() -> None:
     layer = Linear(8, 5, epilogue="relu")
     assert "epilogue='relu'" in repr(layer)
+    layer.epilogue = "swish"  # silu
+    assert layer.epilogue == "swish"
+    assert "epilogue='swish'" in repr(layer)
     layer.epilogue = "tanh"
     assert layer.epilogue == "tanh"
     x = randn(3, 8)

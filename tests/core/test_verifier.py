@@ -265,6 +265,20 @@ def test_each_fault_is_seen(name: str) -> None:
     assert re.search(says, found.reason), found.reason
 
 
+def test_what_a_launcher_raises_is_passed_on_and_not_kept() -> None:
+    """Its frames refer to the verifier, which would keep its tensors until garbage is collected."""
+    error = LookupError("no such tile")
+
+    def fails(right: Any, *rest: Any) -> Any:
+        raise error
+
+    verifier = Verifier(problem(), CPU)
+    with pytest.raises(LookupError) as found:
+        verifier.verdict(Faulty(fails).bind(problem(), ANY))
+    assert found.value is error
+    assert verifier.raised is None
+
+
 @pytest.mark.parametrize(("size", "seen"), [(3, True), (4, False)])
 def test_results_of_repeated_launches_are_held(size: int, seen: bool) -> None:
     found = verdict(ring_of(size, after=2), repeats=4, extent="repeated")

@@ -27,6 +27,7 @@ from tmm_triton.hopper.warp_specialized import WarpSpecialized
 from tmm_triton.operands import TileConfig, Zeros, _convention
 from tmm_triton.partials import MOST_WORKSPACE, reduction
 from tmm_triton.persistent import Persistent, PersistentConfig
+from tmm_triton.ragged import each
 from tmm_triton.realigned import Misaligned, Realigned, bind_copy, copy_build
 from tmm_triton.roofline import resident, times_us
 from tmm_triton.skinny import Skinny, SkinnyConfig
@@ -751,6 +752,16 @@ def test_counters_are_as_many_as_the_kernel_needs(monkeypatch: pytest.MonkeyPatc
     assert (step.launch, step.grid) == (("launch", "cuda"), (3, 2, 1))
     assert step.arguments == {"flags": ("counters", 132), "M": 64}
     assert build.values["flags"] == Zeros(132)  # the build may be bound again
+
+
+@pytest.mark.parametrize(
+    ("m", "times", "batch", "rows"),
+    [(3, 1, 3, 1), (0, 1, 1, 1), (8, 1, 8, 1), (9, 1, 8, 2), (64, 2, 8, 16), (9, 8, 8, 9)],
+)
+def test_the_mean_group_of_few_rows_has_one(m: int, times: int, batch: int, rows: int) -> None:
+    """With fewer rows than groups, each row is a group."""
+    mean = each(replace(DECODE, m=m, groups=Groups(8, "m")), times)
+    assert (mean.batch, mean.m, mean.groups) == (batch, rows, None)
 
 
 LEAST, MOST = (64, 32, 16, 3, 4), (128, 256, 512, 2, 8)
