@@ -12,9 +12,9 @@ values that ``wgmma`` expects in its registers.
 * A producer warp requests boxes of both operands from TMA. One to three consumers of four warps
   multiply their own rows of the weight by all rows of the tile of ``a``.
 * While one consumer decodes, the tensor cores work for the others.
-* Scales of groups are applied to the sums of each step, in fp32. A tile of 256 rows has no
-  registers for two sums, and a step has several groups of 32. In both cases the weight's values
-  are multiplied by their scale and rounded to 16 bits, as dequantising does.
+* Scales of groups are applied to the sums of each step, in fp32, where a tile has few rows. In
+  other tiles, and where a step has several groups of 32, the weight's values are multiplied by
+  their scale and rounded to 16 bits, as dequantising does.
 * A tile of 80, 96, 160 or 192 rows of ``a`` has two parts with products and sums of their own. Both
   read the same decoded values.
 * Blocks are persistent: the next tile's operands arrive while the last tile is stored.
@@ -61,6 +61,9 @@ _IN_TURN = 128
 _MOST_ARRANGED = 32
 #: Rows of a tile of ``a``: where choices are made (``tmm_core.spec.bucket``), in one or two parts.
 _HEIGHTS = (16, 32, 64, 80, 96, 128, 160, 192, 256)
+#: Maximum rows of a tile whose sums of a step are multiplied by scales: where multiplying the
+#: values takes one instruction for a pair, and where it takes more.
+_PROMOTED, _MOST_PROMOTED = 64, 128
 #: A digest of the device code, for Triton's cache key (:class:`Constants`).
 _SOURCE = hashlib.sha256(
     b"".join(
@@ -206,10 +209,11 @@ class Constants(MixedInputConfig):
         if parts > 1 and problem.k < parts * config.BLOCK_K:
             raise ConfigError(f"{config} divides K {problem.k} into more parts than steps")
         method = value_scaling(problem)
-        # Separate sums of a step need registers, so at most 128 rows, and one group per step.
-        promoted = b.grid and (
-            method is None or (config.BLOCK_M <= 128 and not _groups_share_step(b))
-        )
+        # Separate sums of a step need registers, and one group per step. If M chooses the tile, all
+        # tiles of the batch-invariant mode must scale alike.
+        most = _PROMOTED if method == "pair" and not problem.batch_invariant else _MOST_PROMOTED
+        few = most >= config.BLOCK_M and not _groups_share_step(b)
+        promoted = b.grid and (method is None or few)
         scaled = method if b.grid and not promoted else None
         # At most two blocks share a tile.
         shared = config.stream_k and _work_units(problem, config) > problem.device.sm_count
@@ -375,13 +379,11 @@ _SHAPES = {
     ),
     64: (
         (128, 1, 1, 64), (128, 2, 2, 64), (128, 3, 3, 64), (128, 2, 1, 64), (64, 4, 2, 64),
-        (64, 2, 1, 128), (64, 2, 2, 128),
-    ),
-    96: (
-        (128, 2, 1, 64), (64, 2, 1, 64), (64, 2, 1, 128), (128, 3, 1, 64), (64, 3, 1, 64),
+        (64, 2, 1, 128), (64, 2, 2, 128), (128, 3, 1, 64),
     ),
     128: (
-        (128, 2, 1, 64), (64, 2, 1, 64), (64, 2, 1, 128), (64, 1, 1, 64), (64, 2, 2, 64),
+        (128, 2, 1, 64), (128, 3, 1, 64), (64, 2, 1, 64), (64, 3, 1, 64), (64, 2, 1, 128),
+        (64, 1, 1, 64), (64, 2, 2, 64),
     ),
     192: ((64, 2, 1, 64), (128, 2, 1, 64), (64, 3, 1, 64), (64, 2, 1, 128)),
     256: ((64, 2, 1, 64), (128, 2, 1, 64), (64, 1, 1, 64)),
@@ -423,19 +425,20 @@ _OVERLAP = 2.5
 
 def _shapes(m: int) -> Iterable[tuple[int, int, int, int]]:
     """Return the shapes of tiles of ``m`` rows; for an exhaustive search every possible one."""
+    counts, one_part = range(1, 5), m & (m - 1) == 0
+    shapes: Iterable[tuple[int, int, int, int]]
     if SEARCH_LIMITED.get():
-        return next(shapes for most, shapes in _SHAPES.items() if m <= most)
-    counts = range(1, 5)
-    every = itertools.product((64, 128), counts, counts, (64, 128))
-    whole = m & (m - 1) == 0
-    return [shape for shape in every if shape[1] % shape[2] == 0 and (whole or shape[2] == 1)]
+        shapes = next(shapes for most, shapes in _SHAPES.items() if m <= most)
+    else:
+        shapes = itertools.product((64, 128), counts, counts, (64, 128))
+    return [shape for shape in shapes if shape[1] % shape[2] == 0 and (one_part or shape[2] == 1)]
 
 
 class MixedInput(Built[MixedInputConfig]):
     """16-bit rows, and a weight of packed numbers contiguous along K, on Hopper."""
 
     name = "triton.mixed_input"
-    version = "4"
+    version = "5"
     config_type = MixedInputConfig
     supports = Supports(
         devices=("cuda",),

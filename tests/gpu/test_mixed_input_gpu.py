@@ -11,7 +11,7 @@ pytest.importorskip("triton.experimental.gluon")
 
 import test_streaming_gpu
 from test_streaming_gpu import check_bias_and_silu, close, weight
-from tmm_triton.mixed_input import MixedInput
+from tmm_triton.mixed_input import Constants, MixedInput
 
 import tmm_core
 from tmm_core import Quantized
@@ -112,10 +112,15 @@ def test_blocks_share_the_last_tiles(m: int, n: int, epilogue: str | None) -> No
     width, k = n * (2 if epilogue else 1), 1152
     w, values = weight("int4", width, k, 64, BF16)
     x = torch.randn(m, k, device="cuda", dtype=BF16) / k**0.5
-    expected = x.double() @ values.T
-    if epilogue:
-        gate, up = expected.chunk(2, dim=-1)
-        expected = torch.nn.functional.silu(gate) * up
+
+    def expected(values: Tensor) -> Tensor:
+        sums = x.double() @ values.T
+        if epilogue is None:
+            return sums
+        gate, up = sums.chunk(2, dim=-1)
+        return torch.nn.functional.silu(gate) * up
+
+    exact, rounded = expected(values), expected(w.dequantize().double())
     plan = tmm_core.plan(x, w.t(), kernel=KERNEL, epilogue=epilogue)
     shared = [config for config in MixedInput().configs(plan.problem) if config.stream_k]
     assert shared
@@ -123,7 +128,8 @@ def test_blocks_share_the_last_tiles(m: int, n: int, epilogue: str | None) -> No
     for config in shared:
         call = functools.partial(linear, x, w, config=config.to_json(), epilogue=epilogue)
         y = call()
-        close(y, expected)
+        scaled = Constants.of(plan.problem, config).SCALED
+        close(y, exact if scaled is None else rounded)
         other.wait_stream(torch.cuda.current_stream())
         for _ in range(20):
             with torch.cuda.stream(other):

@@ -67,6 +67,14 @@ PACKED = [
         PARTS,
     ),
     Mutant(
+        "sums-scaled-by-mode",
+        "tmm_triton/mixed_input.py",
+        'method == "pair" and not problem.batch_invariant',
+        'method == "pair"',
+        "in batch-invariant mode M decides whether values are rounded",
+        (f"{MIXED}::test_sums_of_a_step_are_scaled_in_few_rows_and_one_group",),
+    ),
+    Mutant(
         "parts-of-groups",
         "tmm_triton/mixed_input.py",
         "heights = [m for m in heights if m & (m - 1) == 0]",
