@@ -421,6 +421,23 @@ def test_a_closure_that_changes_later_is_not_taken_for_a_new_one() -> None:
 
 
 @pytest.mark.usefixtures("blas_alone")
+@pytest.mark.parametrize("code", [lambda z: z * 9, lambda z: z * SCALE * 9])
+def test_code_that_is_replaced_in_place_is_followed(
+    code: types.FunctionType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As IPython's autoreload does with functions of an edited module."""
+    monkeypatch.setitem(globals(), "SCALE", 1.0)
+
+    def function(z: torch.Tensor) -> torch.Tensor:
+        return z * SCALE * 2  # type: ignore[name-defined, no-any-return]
+
+    epilogue = Epilogue("f", function)
+    torch.testing.assert_close(z_of(epilogue), 2 * (A @ B))
+    function.__code__ = code.__code__
+    torch.testing.assert_close(z_of(epilogue), 9 * (A @ B))
+
+
+@pytest.mark.usefixtures("blas_alone")
 def test_a_function_that_writes_its_closure_keeps_it() -> None:
     calls = 0
 

@@ -13,6 +13,10 @@ READ_OBJECTS = f"{USERS}::test_a_graph_follows_objects_that_an_epilogue_reads"
 EDIT = f"{CODE}::test_every_edit_makes_another_version"
 
 IDENTITY = [
+    Mutant("identity-code-in-place", "spec/epilogue.py",
+           "        cells += [(Code(each), each.__code__) for each in functions]\n", "",
+           "a function whose code was replaced in place computes what it did before",
+           ("tests/core/test_identity.py::test_code_that_is_replaced_in_place_is_followed",)),
     Mutant("identity-read-objects", "spec/identity.py",
            "not all(_stays(value) for _, value in cells_of(function))",
            "False",

@@ -27,9 +27,11 @@ from tmm_base.guards import suppress
 from tmm_core.errors import of_the_call, shown
 from tmm_core.spec.code import unique
 from tmm_core.spec.identity import (
+    Code,
     cells_of,
     frozen,
     identity,
+    is_frozen,
     lasting_text,
     reader_of,
     reads_objects,
@@ -262,7 +264,8 @@ class Epilogue:
     @cached_property
     def _frozen(self) -> tuple[Epilogue, list[tuple[Any, Any]]]:
         """Return a copy of this epilogue with its present closure variables, and all variables that
-        it reads. A copy, because plans outlive calls and equal epilogues share plans."""
+        it reads, with its code. A copy, because plans outlive calls and equal epilogues share
+        plans."""
         stages, cells = self.chain, self._cells()
         if not cells:
             return self, cells
@@ -275,6 +278,8 @@ class Epilogue:
             names = () if stage.builtin else _FUNCTIONS
             fields = {name: frozen(getattr(stage, name)) for name in names}
             copies.append(replace(stage, outputs=outputs, **fields))
+        functions = [each for stage in stages for each in stage._functions if is_frozen(each)]
+        cells += [(Code(each), each.__code__) for each in functions]
         return functools.reduce(Epilogue.then, copies), cells
 
     def _cells(self) -> list[tuple[Any, Any]]:

@@ -37,6 +37,18 @@ class Global:
         return _bare(self.namespace.get(self.name))
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class Code:
+    """The code of a function, with the attribute of a closure's cell. IPython's autoreload replaces
+    it in functions that exist."""
+
+    function: FunctionType
+
+    @property
+    def cell_contents(self) -> CodeType:
+        return self.function.__code__
+
+
 def _bare(value: Any) -> Any:
     """The function that Triton compiles, or the value of its constant; else ``value`` itself."""
     if type(value).__module__.partition(".")[0] != "triton":
