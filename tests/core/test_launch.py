@@ -14,16 +14,18 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from fakes import problem
 
 pytest.importorskip("triton")
 
 from triton.backends.nvidia import driver
 
 import tmm_core
-from tmm_core import compat
+from tmm_core import Operand, compat
 from tmm_core.launch.fold import Fold
 from tmm_core.spec.arguments import Arguments
 from tmm_core.triton import Described, Step, compile, launch, launcher, ptx, releases
+from tmm_core.verify.forms import source_of
 
 BF16 = torch.bfloat16
 STREAM, FUNCTION, METADATA = 7, 5, (4, 1, 0)
@@ -183,6 +185,23 @@ def launched(bound: launch.Launch) -> tuple[Any, ...]:
     a, b = torch.zeros(4, 4, dtype=BF16), torch.zeros(4, 4, dtype=BF16)
     out = run(a, b, None, None, 1.0, None)
     return (out.data_ptr(), a.data_ptr(), None, 9)
+
+
+@pytest.mark.parametrize("device", [0, 1])
+def test_verification_runs_the_source_of_a_compiled_launcher(
+    noted: Noted, release: str, device: int
+) -> None:
+    """As a plan does, also on another device than the current one."""
+    bound = compiled(noted, {"out": "*bf16", "a": "*bf16", "n": "i32"}, release, device)
+    run = launcher([Step(bound, (2, 3, 1), {"out": "out", "a": "a", "n": 9})], (4, 4), BF16)
+    a, b, out = (torch.zeros(4, 4, dtype=BF16) for _ in range(3))
+    form = Operand(BF16)
+    source = source_of(run, problem(m=4, n=4, k=4, a=form, b=form, out=form))
+    for each in (run, source):
+        assert each(a, b, None, None, 1.0, out) is out
+    assert noted.arguments(release) == [[out.data_ptr(), a.data_ptr(), 9]] * 2
+    assert source(a, b, None, None, 1.0, None).shape == (4, 4)
+    assert noted.devices == [1] * 3 * device
 
 
 def test_a_launcher_object_that_is_called_otherwise_is_left_to_triton(noted: Noted) -> None:
