@@ -34,6 +34,7 @@ from tmm_core import (
     TmmWarning,
     UnknownNameError,
     compat,
+    dispatch,
     formats,
     hookimpl,
 )
@@ -46,6 +47,7 @@ from tmm_core.spec import epilogue as epilogues
 from tmm_core.spec.anatomy import Resources
 from tmm_core.spec.epilogue import IDENTITY
 from tmm_core.spec.kernel import Candidate
+from tmm_core.verify import watched_call
 
 BF16, F32 = torch.bfloat16, torch.float32
 INT8 = formats.named("int8")
@@ -196,6 +198,32 @@ def test_a_product_computed_by_an_import_is_answered_by_the_loaded_kernels() -> 
     r = registry(*points, baseline=FakeBlas)
     assert names(r) == ["a", "b", "blas"]
     assert seen == [["blas"], ["blas"]]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_an_import_leaves_how_torch_computes(fails: bool) -> None:
+    """The first product imports plugins. The program did not ask for it."""
+
+    class Inferring(EntryPoint):
+        def load(self) -> Any:
+            torch.set_grad_enabled(False)
+            torch.set_default_dtype(torch.float64)
+            torch.set_float32_matmul_precision("high")
+            if fails:
+                raise ImportError("not here")
+            return super().load()
+
+    r = registry(Inferring("a", plugin(FakeKernel("a"))), baseline=FakeBlas)
+    r.around_import = watched_call.putting_back
+    with pytest.warns(TmmWarning) as caught:
+        assert names(r) == (["blas"] if fails else ["a", "blas"])
+    assert dispatch._Own()().registry.around_import is watched_call.putting_back
+    assert torch.is_grad_enabled()
+    assert torch.get_default_dtype() is F32
+    assert torch.get_float32_matmul_precision() == "highest"
+    (warning,) = caught
+    changed = "its import changed the grad mode and torch's default dtype and the fp32 precision"
+    assert ("not here" if fails else changed) in str(warning.message)
 
 
 def test_an_import_may_register_another_plugin() -> None:

@@ -14,6 +14,10 @@ EPILOGUES = "tests/core/test_epilogue_conformance.py"
 SUPPORTS = "tests/core/test_supports.py"
 
 CORNERS = [
+    Mutant("elsewhere-import-changes", "registry/registry.py",
+           "if source.is_ours else self.around_import()", "if True else self.around_import()",
+           "after the first product, no gradients are recorded: a plugin turned them off at its import",
+           ("tests/core/test_boundaries_registry.py::test_an_import_leaves_how_torch_computes",)),
     Mutant("damaged-metadata", "tmm_cache/paths.py",
            "with suppress(Exception):  # the metadata", "with suppress(ZeroDivisionError):  # the",
            "damaged metadata of any package ends every call", ("tests/core/test_shipped.py",)),

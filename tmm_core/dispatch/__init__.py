@@ -48,8 +48,11 @@ class _Own:
 
                     from tmm_core.dispatch.dispatcher import Dispatcher
                     from tmm_core.registry.registry import Registry
+                    from tmm_core.verify.watched_call import putting_back
 
-                    self.made = Dispatcher(Registry.from_environment(), None, CacheStore())
+                    registry = Registry.from_environment()
+                    registry.around_import = putting_back
+                    self.made = Dispatcher(registry, None, CacheStore())
             return self.made
 
     def cache_clear(self) -> None:

@@ -13,7 +13,7 @@ import os
 import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -142,6 +142,11 @@ class Registry:
         #: The number of plugins that were registered by hand; choices follow from it.
         self.registered = 0
         self.loading_lock = threading.RLock()
+        #: Makes the context of the import of another's plugin. It yields a list, to which it adds
+        #: the names of what the import changed and it put back.
+        self.around_import: Callable[[], AbstractContextManager[list[str]]] = lambda: nullcontext(
+            []
+        )
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] = os.environ) -> Registry:
@@ -273,9 +278,14 @@ class Registry:
         elif self._allow is not None and source.plugin not in self._allow:
             self._faults.append(Fault(source, "not in TMM_PLUGINS", intended=True))
         else:
+            around = nullcontext(list[str]()) if source.is_ours else self.around_import()
             with self._costing(source, "import failed"):
-                with watched(lambda: f"the import of {source} does not return{_advice(source)}"):
+                what = f"the import of {source} does not return{_advice(source)}"
+                with watched(lambda: what), around as changed:
                     plugin = entry_point.load()
+                if changed:
+                    reason = f"its import changed {' and '.join(changed)}, which was put back"
+                    self._faults.append(Fault(source, reason))
                 self._take(plugin, source)
 
     @contextmanager

@@ -526,11 +526,13 @@ ON_CUDA: dict[str, Piece] = {
 class State:
     """The state of this process and thread at one time."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, names: Iterable[str] | None = None) -> None:
         #: Whether the main thread is another thread. It draws random numbers, and decides how torch
         #: computes.
         self._beside_main = threading.current_thread() is not threading.main_thread()
         self.pieces = PIECES | ON_CUDA if device.type == "cuda" else PIECES
+        if names is not None:
+            self.pieces = {name: self.pieces[name] for name in names}
         self._values = {name: piece.read() for name, piece in self.pieces.items()}
 
     def changed(self) -> list[str]:
@@ -551,6 +553,14 @@ class State:
             _, write, owner = self.pieces[name]
             if write is not None and not (self._beside_main and owner == "generator"):
                 write(self._values[name])
+
+    def put_back(self) -> list[str]:
+        """Restore all pieces that other threads do not change meanwhile; returns their names."""
+        found = self.changed()
+        if self._beside_main:
+            found = [name for name in found if self.pieces[name].owner == "thread"]
+        self.restore(found)
+        return found
 
     def takes_back(self, name: str) -> bool:
         """Whether this thread alone decides about this piece: a library that a launch imports may

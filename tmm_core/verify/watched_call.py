@@ -15,7 +15,7 @@ from typing import TypeVar
 import torch
 
 from tmm_core.errors import reraise
-from tmm_core.verify.process_state import State
+from tmm_core.verify.process_state import PIECES, State
 
 T = TypeVar("T")
 
@@ -56,6 +56,26 @@ def _after_fork() -> None:
 
 if hasattr(os, "register_at_fork"):  # absent on Windows
     os.register_at_fork(after_in_child=_after_fork)
+
+
+#: What the import of a plugin may not change. The program did not ask for this import, which its
+#: first product makes.
+_OF_THE_PROGRAM = [
+    *("the grad mode", "the inference mode", "autocast"),
+    *("torch's default dtype", "torch's default device"),
+    *(name for name, piece in PIECES.items() if piece.owner == "main"),
+]
+
+
+@contextmanager
+def putting_back() -> Iterator[list[str]]:
+    """A context that puts back how torch computes, and yields a list to which it adds the names of
+    what it put back."""
+    before, found = State(torch.device("cpu"), _OF_THE_PROGRAM), list[str]()
+    try:
+        yield found
+    finally:
+        found += before.put_back()
 
 
 def watched(call: Callable[[], T], device: torch.device) -> tuple[T, list[str]]:
