@@ -87,7 +87,7 @@ class MixedInputConfig(TileConfig):
         k_ways: Number of consumers that share the steps along K, for the same columns.
         splits: Parts along K, added by a second kernel.
         stream_k: Blocks take equal shares of the last tiles (:mod:`tmm_triton.stream_k`), if there
-            are more tiles than blocks.
+            is an incomplete last wave after a whole one.
         evict_first: Operands are loaded with the ``evict_first`` hint.
         arranged: Values along K are multiplied in an order that makes a thread's stored pairs
             neighbours. A warp brings ``a`` into the same order.
@@ -215,9 +215,8 @@ class Constants(MixedInputConfig):
         few = most >= config.BLOCK_M and not _groups_share_step(b)
         promoted = b.grid and (method is None or few)
         scaled = method if b.grid and not promoted else None
-        # At most two blocks share a tile.
-        shared = config.stream_k and _work_units(problem, config) > problem.device.sm_count
-        config = replace(config, stream_k=shared and problem.groups is None)
+        shared = config.stream_k and _last_wave_is_incomplete(problem, config)
+        config = replace(config, stream_k=shared)
         return cls(
             **vars(config),
             HALVES=2 if problem.gated else 1,
@@ -651,7 +650,8 @@ def _work_units(problem: Problem, config: MixedInputConfig) -> int:
 
 
 def _last_wave_is_incomplete(problem: Problem, config: MixedInputConfig) -> bool:
-    """Whether some blocks have a tile more than others, and may share these tiles."""
+    """Whether some blocks have a tile more than others, and may share these tiles. Every block has
+    one, so that at most two share a tile."""
     sms, tiles = problem.device.sm_count, _work_units(problem, config)
     one = problem.groups is None and not problem.batch_invariant and config.splits == 1
     return one and tiles > sms and tiles % sms != 0

@@ -245,8 +245,8 @@ PACKED = [
     Mutant(
         "mixed-few-tiles",
         "tmm_triton/mixed_input.py",
-        "_work_units(problem, config) > problem.device.sm_count",
-        "True",
+        "return one and tiles > sms and tiles % sms != 0",
+        "return one and tiles % sms != 0",
         "a tile is shared by three blocks",
         (f"{MIXED}::test_stream_k_needs_more_tiles_than_blocks",),
     ),

@@ -253,10 +253,11 @@ def test_stream_k_needs_more_tiles_than_blocks() -> None:
     flags = KERNEL.builds(wide, config)[0].values["flags_ptr"]
     assert flags == Zeros(2 * sms)
     assert KERNEL.arithmetic(wide, config) is None
-    for few in (PROBLEM, replace(wide, groups=Groups(8, "m"))):
-        assert Constants.of(few, config) == Constants.of(few, plain)
-        assert KERNEL.arithmetic(few, config) == KERNEL.arithmetic(few, plain)
-        assert "flags_ptr" not in KERNEL.builds(few, config)[0].values
+    whole = replace(wide, n=2 * sms * 128)
+    for other in (PROBLEM, whole, replace(wide, groups=Groups(8, "m"))):
+        assert Constants.of(other, config) == Constants.of(other, plain)
+        assert KERNEL.arithmetic(other, config) == KERNEL.arithmetic(other, plain)
+        assert "flags_ptr" not in KERNEL.builds(other, config)[0].values
 
 
 def test_zero_points_are_not_multiplied_in_fp32() -> None:
