@@ -442,6 +442,15 @@ def test_a_thread_in_which_no_user_calls_warns_all_the_same() -> None:
         pool.submit(guards.warn_caller, "text", CacheWarning).result()
 
 
+def test_a_warning_is_shown_once_for_each_line() -> None:
+    call = _calls("user", partial(guards.warn_caller, "text", CacheWarning))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        for _ in range(2):
+            call()
+    assert len(caught) == 1
+
+
 def test_sixteen_causes_of_an_exception_are_looked_at() -> None:
     error = ValueError(0)
     for number in range(1, 20):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
+import os
 import sys
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -41,6 +44,31 @@ def test_data_is_json_in_every_encoding(encoding: str, monkeypatch: pytest.Monke
     plain = output.getvalue().decode(encoding)
     assert json.loads(plain) == {"path": "µ é"}
     assert ("µ" in plain) == (encoding != "ascii")
+
+
+def test_children_inherit_the_null_device_for_a_closed_stream(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    status, opening, opened = os.fstat, os.open, list[int]()
+
+    def closed(number: int) -> Any:
+        if number == 1:
+            raise OSError(errno.EBADF, "closed")
+        return status(number)
+
+    def recorded(*given: Any) -> int:
+        opened.append(opening(*given))
+        return opened[-1]
+
+    monkeypatch.setattr(os, "fstat", closed)
+    monkeypatch.setattr(os, "open", recorded)
+    console._open_standard_streams()
+    (number,) = opened
+    try:
+        assert os.get_inheritable(number)
+        assert os.path.samestat(status(number), os.stat(os.devnull))
+    finally:
+        os.close(number)
 
 
 def test_numbers_are_aligned_to_the_right() -> None:

@@ -622,6 +622,15 @@ def test_inductor_compiles_the_eager_code(monkeypatch: pytest.MonkeyPatch) -> No
     assert resets == [True]
 
 
+@pytest.mark.parametrize("text", ["", "silu", "silu+tanh", "silu+tanh+relu", "swiglu+tanh+relu"])
+def test_the_eager_code_of_a_chain_has_every_stage(text: str) -> None:
+    case = Case(m=4, n=4, k=4, dtype=torch.float32, epilogue=text, residual=True)
+    call = case.call(CPU)
+    y = providers.eager([call])(0)
+    expected = call.epilogue.expression(call.a @ call.b, call.bias, call.residual)
+    torch.testing.assert_close(torch.as_tensor(y), expected)
+
+
 # -- the run ------------------------------------------------------------------------------
 
 

@@ -1854,6 +1854,16 @@ def test_a_changed_toolchain_is_noticed_by_calls_and_by_tuning(
     assert begun == [True, True] * changes
 
 
+def test_for_a_problem_that_no_kernel_serves_no_weight_is_measured(tmp_path: Path) -> None:
+    kernel = Summing("k", {1: "one"}, against=lambda p: ["few rows"] * (p.m < 16))
+    d, timer = dispatcher(FakeBlas(), kernel, root=tmp_path)
+    with pytest.warns(TmmWarning, match="blas is not batch-invariant, but nothing that is can"):
+        assert d.choose(weight_problem(3), settings()).candidate.kernel.name == "blas"
+    assert not timer.measured
+    assert d.choose(weight_problem(16), settings()).candidate.kernel.name == "k"
+    assert timer.measured
+
+
 def test_a_config_of_an_arithmetic_is_chosen_once_for_each_m(tmp_path: Path) -> None:
     """Without a record, the choice estimates all candidates."""
     estimated: list[int] = []

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +160,22 @@ def test_a_forced_config_needs_the_promise_that_it_relies_on() -> None:
     assert choice.candidate.config.to_json() == {"tile": EARLY}
     with pytest.raises(UnsupportedProblemError, match=r"'early'.*tile=100.*static_weights"):
         d.choose(problem(), settings(kernel="early", config=forced))
+
+
+@pytest.mark.parametrize("under", [with_static_weights, partial(within, STATIC)])
+def test_a_call_that_raises_leaves_the_settings_as_they_were(under: Any) -> None:
+    def fails() -> None:
+        seen.append(current())
+        raise LookupError
+
+    seen: list[Settings] = []
+    for context in (contextlib.nullcontext(), tmm_core.override(kernel="blas")):
+        with context:
+            before = current()
+            with pytest.raises(LookupError):
+                under(fails)
+            assert current() == before
+            assert seen.pop() != before
 
 
 def test_the_promise_is_not_part_of_the_key() -> None:
