@@ -1035,6 +1035,13 @@ def test_after_the_deadline_each_kernel_estimates_one_config(
     one = searched(problem(), [kernel, late], [kernel, late], deadline=Deadline(now + 0.5))
     assert [(c.kernel.name, c.config.to_json()["tile"]) for c in one._estimates] == [("blas", 1)]
     assert one.empty == {kernel: BUDGET_ENDED}
+    # So is the winner on record, with which the new kernels are compared.
+    winner = FakeKernel("winner", tiles=(1, 2))
+    best = result("winner", 1.0, config={"tile": 2})
+    before = TuningRecord(problem().to_json(), 0, (best,), "2026-01-31T12:00:00Z", 1.0)
+    one = searched(problem(), [kernel, winner], [kernel], before, deadline=Deadline(now - 1.0))
+    assert one.empty == {kernel: BUDGET_ENDED}
+    assert one._anchors == [Candidate(winner, FakeConfig(tile=2))]
 
 
 @pytest.mark.parametrize(

@@ -268,6 +268,26 @@ def test_the_place_of_a_fault_is_in_the_kernels_own_folder(
     assert findings.placed(kernel, "it failed", error) == f"it failed ({usual})"
 
 
+@pytest.mark.parametrize(
+    ("name", "fault", "status"),
+    [
+        ("k", None, "ok"), ("k", "bind returned 3", "failed"), ("blas", "bind returned 3", "ok"),
+        ("blas", None, "ok"),
+    ],
+)  # fmt: skip
+def test_a_candidate_of_a_kernel_that_was_set_aside_fails(
+    name: str, fault: str | None, status: str
+) -> None:
+    """BLAS is always needed."""
+    kernel = CheckedKernel(FakeKernel(name), Source("p"))
+    run = CandidateRun(Candidate(kernel, FakeConfig()))
+    run.status = "ok"
+    kernel.fault = fault
+    run.fail_if_set_aside()
+    assert run.status == status
+    assert run.reason == (fault if status == "failed" else None)
+
+
 # -- several failures --------------------------------------------------------------------
 
 

@@ -102,6 +102,15 @@ def test_a_change_to_or_from_nan_is_infinite(value: float, off: float, change: f
     assert found.item() == change
 
 
+def test_a_result_beyond_the_range_does_not_hide_errors_of_others() -> None:
+    """It counts as the largest number of its dtype."""
+    instance = problem(m=2, n=2, k=1, a=F16, b=F16, out=F16)
+    a, b = torch.tensor([[6e4], [1.0]]), torch.tensor([[6e4, 1.0]])
+    sample = expected(instance, Inputs(a.half(), b.half(), None, None))
+    assert sample.numbers[0, 0] > 3e9
+    assert sample.sizes[1, 1] < torch.finfo(torch.float16).max
+
+
 def test_the_rms_of_complex_and_of_no_numbers() -> None:
     assert rms(torch.tensor([3 + 4j])).item() == 5.0
     assert rms(torch.tensor([])).item() == rms(torch.zeros(3)).item() == 1.0

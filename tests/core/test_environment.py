@@ -618,6 +618,20 @@ def test_folders_that_triton_cannot_use(tmp_path: Path, monkeypatch: pytest.Monk
         assert toolchain.usable(tmp_path) == why
 
 
+def test_a_program_of_triton_that_changes_changes_the_toolchain(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(toolchain, "_triton", lambda: tmp_path)
+    for name in ("backends/nvidia/bin/ptxas", "backends/amd/bin/lld", "backends/nvidia/driver.py"):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("first")
+        assert path in toolchain._triton_files()
+        before = toolchain.fingerprint()
+        path.write_text("another")
+        assert toolchain.fingerprint() != before
+
+
 @pytest.mark.parametrize("found", [None, types.SimpleNamespace(origin=None), ValueError()])
 def test_without_triton_it_has_no_files(found: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor if it is a namespace, or half removed from the process."""

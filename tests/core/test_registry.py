@@ -156,7 +156,11 @@ def test_environment_variables_select_plugins(monkeypatch: pytest.MonkeyPatch) -
     points = [EntryPoint(n, plugin(FakeKernel(f"{n}.k"))) for n in ("a", "b", "c")]
     monkeypatch.setattr(importlib.metadata, "entry_points", by_group(*points))
     assert names(Registry.from_environment({"TMM_PLUGINS": "a, c"})) == ["a.k", "blas", "c.k"]
+    assert names(Registry.from_environment({"TMM_PLUGINS": ""})) == ["blas"]
     assert names(Registry.from_environment({"TMM_DISABLE_PLUGINS": "a"})) == ["b.k", "blas", "c.k"]
+    every = ["a.k", "b.k", "blas", "c.k"]
+    assert names(Registry.from_environment({"TMM_DISABLE_PLUGINS": ""})) == every
+    assert names(Registry.from_environment({})) == every
 
 
 def test_declines_that_raises_is_a_reason() -> None:

@@ -574,9 +574,13 @@ def test_the_interpreter_rounds_to_8_bits_as_a_gpu_does(kind: str, largest: floa
     block = interpreter.TensorHandle(values.numpy(), tl.float32)
     builder = interpreter.interpreter_builder
     stored = builder.create_fp_to_fp(block, getattr(tl, kind), None)
-    found = builder.create_fp_to_fp(stored, tl.float32, None).data.tolist()
-    assert found[:6] == [largest, -largest, largest, -largest, 1.0, -1.25]
-    assert found[6] != found[6]
+    for wide, dtype in ((tl.float32, np.float32), (tl.float16, np.float16)):
+        numbers = builder.create_fp_to_fp(stored, wide, None)
+        assert numbers.data.dtype == dtype
+        assert numbers.dtype == wide
+        found = numbers.data.tolist()
+        assert found[:6] == [largest, -largest, largest, -largest, 1.0, -1.25]
+        assert found[6] != found[6]
 
 
 @pytest.mark.parametrize(
