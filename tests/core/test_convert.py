@@ -519,6 +519,38 @@ def test_hooks_on_all_modules(kind: Any, register: str) -> None:
     assert seen[:half] == seen[half:]
 
 
+class Counts(nn.Module):
+    """A gated MLP whose forward changes its state, and a setting of torch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj = (nn.Linear(8, 8) for _ in range(3))
+        self.register_buffer("mean", torch.ones(8))
+        self.losses: list[Any] = []
+        self.steps = torch.zeros(1)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        self.mean.mul_(0.9)
+        self.steps.add_(1)
+        self.losses.append(x.sum())
+        torch.set_grad_enabled(False)
+        noise = torch.rand(8) + random.random()
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x)) + noise
+
+
+def test_a_conversion_leaves_the_state_that_a_forward_changes() -> None:
+    """The proof runs the forward on a symbol."""
+    module = Counts()
+    drawn = torch.get_rng_state(), random.getstate()
+    convert(nn.Sequential(module))
+    assert torch.equal(torch.get_rng_state(), drawn[0])
+    assert random.getstate() == drawn[1]
+    assert torch.is_grad_enabled()
+    assert torch.equal(module.mean, torch.ones(8))
+    assert module.steps.item() == 0
+    assert module.losses == []
+
+
 def test_a_forward_that_is_replaced_in_the_class(monkeypatch: pytest.MonkeyPatch) -> None:
     for kind in KINDS:
         converted, original = twins(kind)

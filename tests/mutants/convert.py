@@ -25,6 +25,14 @@ LATER = f"{REPLACED}::test_code_that_is_replaced_later_counts"
 PACKED = "tests/core/test_packed_layers.py"
 
 CONVERTED = [
+    Mutant("convert-writes-buffers", "nn/trace.py",
+           "    tracer.proxy_buffer_attributes = True\n", "",
+           "a conversion scales buffers that a forward updates",
+           ("tests/core/test_convert.py::test_a_conversion_leaves_the_state_that_a_forward_changes",)),
+    Mutant("convert-adds-symbols", "nn/trace.py",
+           "copy.copy(value) if isinstance(value, _CONTAINERS) else value", "value",
+           "a conversion adds symbols to a list of the model's",
+           ("tests/core/test_convert.py::test_a_conversion_leaves_the_state_that_a_forward_changes",)),
     Mutant("convert-sharded-inference", "compat.py",
            "leave and torch.is_inference_mode_enabled() and not t.is_inference()", "False",
            "a sharded layer refuses its first call in inference mode",

@@ -12,6 +12,8 @@ The objects that these names refer to may be replaced later, so they are recorde
 
 from __future__ import annotations
 
+import collections
+import copy
 import dis
 import functools
 import math
@@ -26,9 +28,12 @@ from torch import fx, nn
 
 from tmm_core.errors import error_message, reraise
 from tmm_core.nn.reached import Reached, body, is_torchs
+from tmm_core.verify.watched_call import GENERATORS, putting_back
 
 #: Values that cannot change in place; a comparison shows whether the attribute was assigned anew.
 CONSTANTS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.memory_format)
+#: What a forward may add to, such as a list of losses.
+_CONTAINERS = (list, dict, set, collections.deque)
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
 #: Where a module keeps its parameters, buffers and children.
 _MEMBERS = ("_parameters", "_buffers", "_modules")
@@ -147,6 +152,7 @@ def _traced(module: Any) -> fx.Graph:
         return graph_of(module.forward)
     tracer: Any = fx.Tracer()
     tracer.is_leaf_module = lambda module, name: True
+    tracer.proxy_buffer_attributes = True
     graph: fx.Graph = tracer.trace(module)
     return graph
 
@@ -158,15 +164,23 @@ def _graph(module: nn.Module, training: bool) -> fx.Graph:
         return kind.forward(self, input)
 
     try:
-        # A stand-in receives the attributes that forward may assign to self.
+        # A stand-in receives the attributes that forward may assign to self, or add to.
         stand_in: Any = kind.__new__(type(kind.__name__, (kind,), {"forward": forward}))
-        stand_in.__dict__ = dict(module.__dict__, training=training)
+        stand_in.__dict__ = {
+            name: copy.copy(value) if isinstance(value, _CONTAINERS) else value
+            for name, value in module.__dict__.items()
+        }
+        stand_in.__dict__["training"] = training
         for name in _MEMBERS:
             stand_in.__dict__[name] = dict(module.__dict__[name])
+        for name, value in module.__dict__.items():
+            if isinstance(value, torch.Tensor):  # the forward may write to it: a symbol, as buffers
+                stand_in._buffers[name] = stand_in.__dict__.pop(name)
         for name, child in module._modules.items():
             stand_in._modules[name] = None if child is None else _Child(name)
         before = dict(stand_in.__dict__)
-        graph = _traced(stand_in)
+        with putting_back(GENERATORS):
+            graph = _traced(stand_in)
         after = stand_in.__dict__
     except NotProvenError:
         raise

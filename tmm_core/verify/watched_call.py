@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -67,11 +67,15 @@ _OF_THE_PROGRAM = [
 ]
 
 
+#: Random generators.
+GENERATORS = [name for name, piece in PIECES.items() if piece.owner == "generator"]
+
+
 @contextmanager
-def putting_back() -> Iterator[list[str]]:
-    """A context that puts back how torch computes, and yields a list to which it adds the names of
-    what it put back."""
-    before, found = State(torch.device("cpu"), _OF_THE_PROGRAM), list[str]()
+def putting_back(more: Iterable[str] = ()) -> Iterator[list[str]]:
+    """A context that puts back how torch computes, and ``more`` pieces of state. It yields a list,
+    to which it adds the names of what it put back."""
+    before, found = State(torch.device("cpu"), [*_OF_THE_PROGRAM, *more]), list[str]()
     try:
         yield found
     finally:
