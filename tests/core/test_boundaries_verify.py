@@ -102,6 +102,18 @@ def test_a_change_to_or_from_nan_is_infinite(value: float, off: float, change: f
     assert found.item() == change
 
 
+@pytest.mark.parametrize(("epilogue", "columns"), [("silu", 256), ("swiglu", 128)])
+def test_both_halves_of_a_gated_weight_are_in_the_memory_of_a_piece(
+    epilogue: str, columns: int
+) -> None:
+    instance = problem(m=64, n=512, k=256, epilogue=parse(epilogue))
+    inputs = Inputs(torch.ones(64, 256), torch.ones(256, instance.width), None, None)
+    room = 8 * 256 * 256  # bytes of 256 columns of b in fp64
+    places = [at for at, _ in compare.pieces(instance, inputs, slice(None), slice(None), room)]
+    assert {len(at[-1]) for at in places} == {columns}
+    assert len(places) == 512 // columns
+
+
 def test_a_result_beyond_the_range_does_not_hide_errors_of_others() -> None:
     """It counts as the largest number of its dtype."""
     instance = problem(m=2, n=2, k=1, a=F16, b=F16, out=F16)

@@ -539,6 +539,23 @@ def test_scales_of_rows_are_folded_into_values_by_a_kernel_alone(
     assert (dequantized.bind_scaled(problem, "b") is not None) is bound
 
 
+@pytest.mark.parametrize(
+    ("changes", "bound"),
+    [
+        ({}, True), ({"out": Operand(FP32)}, False), ({"out": Operand(FP16)}, False),
+        ({"device": replace(H100, type="cpu")}, False),
+        (dict.fromkeys(("a", "out"), Operand(FP32)), False),
+        (dict.fromkeys(("a", "out"), Operand(FP16)), False),
+    ],
+)  # fmt: skip
+def test_values_with_their_scales_are_multiplied_for_a_16_bit_result_alone(
+    changes: dict[str, Any], bound: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dequantized, "_fused", lambda *given: lambda t, scale, zero: t * scale)
+    launcher = blas._bind_values(replace(LAYER, b=INT8, **changes))
+    assert (launcher is not None) is bound
+
+
 @pytest.mark.parametrize("of", ["a", "b"])
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("scales", ["row", "rows of each", "one"])

@@ -656,6 +656,17 @@ def test_k_is_split_only_where_the_partial_sums_can_be_added() -> None:
         assert scratch == (0 if splits == 1 else splits * 4 * max(instance.m, 128) * instance.n)
 
 
+@pytest.mark.parametrize(("m", "rows", "tail"), [(640, 5, 118), (600, 5, 120), (100, 1, 50)])
+def test_split_tiles_are_whole_columns_where_rows_of_tiles_overlap(
+    m: int, rows: int, tail: int
+) -> None:
+    """Two blocks would add their parts to the rows that both tiles have."""
+    config = dataclasses.replace(CONFIG, BLOCK_M=128, BLOCK_N=128, subtiles=1, tail_splits=2)
+    instance = problem(m, 50 * 128, 2304)
+    assert tile_shapes.tile_rows(instance, config) == rows
+    assert tile_shapes.tail_tiles(instance, config) == tail
+
+
 def test_the_default_config_suits_the_shape() -> None:
     # For short K the epilogue must overlap the product: measured 1.13 instead of 1.02 of cuBLAS.
     assert KERNEL.default_config(problem(8192, 4096, 512)).schedule == "pingpong"
