@@ -618,6 +618,17 @@ def test_folders_that_triton_cannot_use(tmp_path: Path, monkeypatch: pytest.Monk
         assert toolchain.usable(tmp_path) == why
 
 
+@pytest.mark.parametrize(
+    ("inner", "cause"), [(MemoryError(), "passing"), (ValueError("bad"), "toolchain")]
+)
+def test_the_type_of_a_cause_precedes_the_words_of_what_it_led_to(
+    inner: Exception, cause: str
+) -> None:
+    outer = RuntimeError("Permission denied")
+    outer.__cause__ = inner
+    assert cause_of(outer) == cause
+
+
 def test_a_program_of_triton_that_changes_changes_the_toolchain(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
