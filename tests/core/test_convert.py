@@ -538,6 +538,54 @@ class Counts(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x)) + noise
 
 
+#: A model that another thread runs, its input and its results.
+ELSEWHERE: tuple[nn.Module, torch.Tensor] = nn.Sequential(nn.Linear(4, 4), nn.ReLU()), randn(2, 4)
+RESULTS: list[torch.Tensor] = []
+
+
+class Meanwhile(nn.Module):
+    """A module during whose forward another thread runs a model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.act = nn.Linear(4, 4), nn.ReLU()
+
+    def forward(self, x: torch.Tensor) -> Any:
+        model, given = ELSEWHERE
+        thread = threading.Thread(target=lambda: RESULTS.append(model(given)))
+        thread.start()
+        thread.join()
+        return self.act(self.linear(x))
+
+
+def test_models_of_other_threads_run_during_a_conversion() -> None:
+    """Torch's way to trace a module replaces ``nn.Module.__call__`` for all threads."""
+    RESULTS.clear()
+    convert(nn.Sequential(Meanwhile()))
+    assert RESULTS
+    assert all(torch.equal(result, ELSEWHERE[0](ELSEWHERE[1])) for result in RESULTS)
+
+
+class Sized(nn.Module):
+    """Its class makes no instance without arguments."""
+
+    def __new__(cls, size: int) -> Any:
+        return super().__new__(cls)
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.linear, self.act = nn.Linear(size, size), nn.ReLU()
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.act(self.linear(x))
+
+
+def test_a_class_with_its_own_new_is_left_unfused() -> None:
+    model = nn.Sequential(Sized(4))
+    assert "0 activations fused" in str(convert(model))
+    assert model(randn(2, 4)).shape == (2, 4)
+
+
 def test_a_conversion_leaves_the_state_that_a_forward_changes() -> None:
     """The proof runs the forward on a symbol."""
     module = Counts()

@@ -26,7 +26,7 @@ PACKED = "tests/core/test_packed_layers.py"
 
 CONVERTED = [
     Mutant("convert-writes-buffers", "nn/trace.py",
-           "    tracer.proxy_buffer_attributes = True\n", "",
+           'for table in ("_parameters", "_buffers"):', 'for table in ("_parameters",):',
            "a conversion scales buffers that a forward updates",
            ("tests/core/test_convert.py::test_a_conversion_leaves_the_state_that_a_forward_changes",)),
     Mutant("convert-adds-symbols", "nn/trace.py",
@@ -358,10 +358,6 @@ CONVERTED = [
            "if not between_processes(parameter):", "if True:",
            "undo takes weights out of the memory that other processes share",
            ("tests/core/test_nn.py::test_memory_that_other_processes_share_since_the_conversion_is_not_moved_back",)),
-    Mutant("look-replaces-calls", "nn/trace.py",
-           "    if not any(module.__dict__[name] for name in _MEMBERS):\n", "    if False:\n",
-           "other threads' models raise while an activation is looked at",
-           ("tests/core/test_experts.py::test_watching_a_call_disturbs_no_other_thread",)),
     Mutant("look-replaces-calls-gate", "nn/trace.py",
            "graph = graph_of(lambda x: method(module, x))",
            "graph = fx.Tracer().trace(lambda x: method(module, x))",

@@ -35,8 +35,6 @@ CONSTANTS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, tor
 #: What a forward may add to, such as a list of losses.
 _CONTAINERS = (list, dict, set, collections.deque)
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
-#: Where a module keeps its parameters, buffers and children.
-_MEMBERS = ("_parameters", "_buffers", "_modules")
 #: Steps of Python's bytecode that handle exceptions, of the tracer too, or enter contexts.
 _HANDLERS = {"SETUP_FINALLY", "SETUP_WITH", "PUSH_EXC_INFO", "BEFORE_WITH", "LOAD_SPECIAL"}
 #: Where torch's functions are; ``nn.functional`` and ``torch.functional`` have one name.
@@ -107,11 +105,14 @@ def _code_of(function: Any) -> types.CodeType:
 
 
 class _Child(nn.Module):
-    """Stands for a child: it can be called, and nothing else."""
+    """Stands for a child: it can be called, which adds a node to a graph, and nothing else."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, tracer: fx.Tracer) -> None:
         super().__init__()
-        self._name = name
+        self._name, self._tracer = name, tracer
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._tracer.create_proxy("call_module", self._name, args, kwargs)
 
     def __getattribute__(self, name: str) -> Any:
         # The tracer uses what nn.Module defines; a forward that does is refused for the name.
@@ -133,54 +134,60 @@ class _Child(nn.Module):
 
 
 def graph_of(function: Callable[[Any], Any]) -> fx.Graph:
-    """Return the graph of a function that calls no module.
+    """Return the graph of a function that calls no module."""
+    return _traced(lambda tracer, symbol: function(symbol))
 
-    Torch's way to trace replaces ``nn.Module.__call__`` meanwhile, also for other threads. Some
-    functions are examined while models run.
+
+def _traced(function: Callable[[Any, Any], Any]) -> fx.Graph:
+    """Return the graph of ``function(tracer, symbol)``.
+
+    Torch's way to trace replaces ``nn.Module.__call__`` meanwhile, also for other threads. Models
+    may run there.
     """
     tracer: Any = fx.Tracer()
     graph = fx.Graph(tracer_cls=fx.Tracer)
     tracer.root, tracer.tensor_attrs, tracer.graph = nn.Module(), {}, graph
-    result = function(tracer.create_proxy("placeholder", "input", (), {}))
+    result = function(tracer, tracer.create_proxy("placeholder", "input", (), {}))
     tracer.create_node("output", "output", (tracer.create_arg(result),), {})
-    return graph
-
-
-def _traced(module: Any) -> fx.Graph:
-    """Return the graph of a forward, in which the module's children are opaque."""
-    if not any(module.__dict__[name] for name in _MEMBERS):
-        return graph_of(module.forward)
-    tracer: Any = fx.Tracer()
-    tracer.is_leaf_module = lambda module, name: True
-    tracer.proxy_buffer_attributes = True
-    graph: fx.Graph = tracer.trace(module)
+    for node in reversed(graph.nodes):
+        if node.op == "get_attr" and not node.users:
+            graph.erase_node(node)
     return graph
 
 
 def _graph(module: nn.Module, training: bool) -> fx.Graph:
-    kind = type(module)
+    kind: Any = type(module)
+    before: dict[str, Any] = {}
 
-    def forward(self: nn.Module, input: Any) -> Any:
-        return kind.forward(self, input)
+    def forward(tracer: Any, symbol: Any) -> Any:
+        def attribute(name: str) -> Any:
+            return tracer.create_proxy("get_attr", name, (), {})
 
-    try:
-        # A stand-in receives the attributes that forward may assign to self, or add to.
-        stand_in: Any = kind.__new__(type(kind.__name__, (kind,), {"forward": forward}))
         stand_in.__dict__ = {
             name: copy.copy(value) if isinstance(value, _CONTAINERS) else value
             for name, value in module.__dict__.items()
         }
         stand_in.__dict__["training"] = training
-        for name in _MEMBERS:
-            stand_in.__dict__[name] = dict(module.__dict__[name])
         for name, value in module.__dict__.items():
-            if isinstance(value, torch.Tensor):  # the forward may write to it: a symbol, as buffers
-                stand_in._buffers[name] = stand_in.__dict__.pop(name)
-        for name, child in module._modules.items():
-            stand_in._modules[name] = None if child is None else _Child(name)
-        before = dict(stand_in.__dict__)
+            if isinstance(value, torch.Tensor):  # the forward may write to it
+                stand_in.__dict__[name] = attribute(name)
+        for table in ("_parameters", "_buffers"):
+            stand_in.__dict__[table] = {
+                name: None if value is None else attribute(name)
+                for name, value in module.__dict__[table].items()
+            }
+        stand_in.__dict__["_modules"] = {
+            name: None if child is None else _Child(name, tracer)
+            for name, child in module._modules.items()
+        }
+        before.update(stand_in.__dict__)
+        return kind.forward(stand_in, symbol)
+
+    try:
+        # A stand-in receives the attributes that forward may assign to self, or add to.
+        stand_in: Any = kind.__new__(kind)
         with putting_back(GENERATORS):
-            graph = _traced(stand_in)
+            graph = _traced(forward)
         after = stand_in.__dict__
     except NotProvenError:
         raise
