@@ -93,7 +93,7 @@ def plain_text(text: str, most: int = _TEXT) -> str:
 
 def error_text(error: BaseException) -> str:
     """An exception's type and text, even if its class raises while they are read."""
-    name, message = _name_of(type(error)), error_message(error)
+    name, message = name_of(type(error)), error_message(error)
     return f"{name}: {message}" if message else name
 
 
@@ -104,11 +104,12 @@ def error_message(error: BaseException) -> str:
 
 def shown(thing: object) -> str:
     """``repr``, truncated; the type if that fails."""
-    failed = f"<{_name_of(type(thing))}, whose repr failed>"
+    failed = f"<{name_of(type(thing))}, whose repr failed>"
     return _guarded(repr, thing, failed, _SHOWN)
 
 
-def _name_of(kind: type) -> str:
+def name_of(kind: type) -> str:
+    """A class's name, even if its metaclass raises while it is read."""
     return plain_text(type.__dict__["__name__"].__get__(kind), _SHOWN)
 
 

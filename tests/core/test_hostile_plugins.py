@@ -57,7 +57,16 @@ def tunes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 # -- nasty values ------------------------------------------------------------------------------
 
 
-class Loud(Exception):  # noqa: N818
+class Unnamed(type):
+    """The type of a class that has no name."""
+
+    def __getattribute__(cls, name: str) -> Any:
+        if name in ("__name__", "__qualname__", "__module__"):
+            raise SystemExit(name)
+        return super().__getattribute__(name)
+
+
+class Loud(Exception, metaclass=Unnamed):  # noqa: N818
     """An exception that cannot be inspected."""
 
     def __str__(self) -> str:

@@ -395,6 +395,14 @@ ENVIRON = [
         (f"{HOSTILE}::test_it_costs_itself_and_one_warning[a config that judges promises]",),
     ),
     Mutant(
+        "plugin-nameless-error",
+        "tuning/findings.py",
+        "name_of(type(each)) in",
+        "type(each).__name__ in",
+        "an exception whose class has no name ends the tuning of all kernels",
+        (f"{HOSTILE}::test_it_costs_itself_and_one_warning[launch raises Loud]",),
+    ),
+    Mutant(
         "plugin-warned-twice",
         "tuning/findings.py",
         "            self.reported.add(name)",

@@ -22,6 +22,7 @@ from tmm_cache import CacheStore, CandidateResult, TuningRecord
 from tmm_core import dispatch, settings
 from tmm_core.bench.results import Document
 from tmm_core.dispatch.dispatcher import Dispatcher
+from tmm_core.errors import error_text
 from tmm_core.launch import warm
 from tmm_core.registry.query import read_config
 from tmm_core.spec.kernel import SEARCH_LIMITED, Candidate, Kernel
@@ -219,5 +220,5 @@ def _bound(
                 torch.cuda.synchronize(device)
             launchers[name] = launcher
         except Exception as error:  # costs this candidate alone
-            failed[name] = f"{type(error).__name__}: {error}"[:200]
+            failed[name] = error_text(error)[:200]
     return launchers, failed

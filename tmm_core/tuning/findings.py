@@ -11,7 +11,7 @@ from typing import Any, get_args
 
 from tmm_base.guards import chain
 
-from tmm_core.errors import ConfigError, UnsupportedProblemError, warn, warn_of_plugin
+from tmm_core.errors import ConfigError, UnsupportedProblemError, name_of, warn, warn_of_plugin
 from tmm_core.registry.query import CheckedKernel, place_of
 from tmm_core.registry.registry import Source
 from tmm_core.spec.kernel import Kernel
@@ -79,7 +79,7 @@ def placed(kernel: Kernel[Any], reason: str, raised: BaseException | None) -> st
 def refuses(error: BaseException) -> bool:
     """Whether a kernel refuses a config by this exception, which is no fault."""
     return any(
-        type(each).__name__ in _DOES_NOT_FIT
+        name_of(type(each)) in _DOES_NOT_FIT
         or issubclass(type(each), (UnsupportedProblemError, ConfigError))
         for each in chain(error)
     )
