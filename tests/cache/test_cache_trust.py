@@ -82,6 +82,7 @@ def test_a_root_of_another_user_is_read_as_a_layer_and_not_written(
     monkeypatch: pytest.MonkeyPatch,
     make: Callable[[Path, pytest.MonkeyPatch], None],
     reason: str,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     store.save(GPU, ENVIRONMENT, record())
     make(store.root, monkeypatch)
@@ -98,6 +99,7 @@ def test_a_root_of_another_user_is_read_as_a_layer_and_not_written(
     assert theirs.is_verified(GPU, ENVIRONMENT, "key")
     assert {path: path.stat().st_mtime_ns for path in store.root.rglob("*")} == before
     assert main(["import", "records.json"]) == 2
+    assert f"{store.root}: {reason}" in " ".join(capsys.readouterr().err.split())
     # A verification noted by others does not count.
     monkeypatch.setenv("TMM_CACHE_SHARED", "1")
     CacheStore().mark_verified(GPU, ENVIRONMENT, "theirs")

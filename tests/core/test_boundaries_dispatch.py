@@ -253,6 +253,25 @@ def test_explaining_compiles_nothing_ahead_and_knows_earlier_choices(tmp_path: P
     assert (choice.arithmetic, miss) == ("two", None)
 
 
+def test_the_arithmetic_that_is_resolved_first_is_that_of_all_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    d, _ = dispatcher(FakeBlas(), root=tmp_path)
+    current, names = settings(), iter(["late", "first", "other"])
+
+    def resolved(*given: Any) -> str:
+        name = next(names)
+        if name == "late":  # meanwhile another thread resolves the same
+            assert d._invariance._arithmetic(*given[::2]) == "first"
+        return name
+
+    monkeypatch.setattr(d._invariance, "_resolved", resolved)
+    each = [weight_problem(16)] * 2
+    assert [d._invariance._arithmetic(p, current) for p in each] == ["first", "first"]
+    required = settings(deterministic=True)
+    assert [d._invariance._arithmetic(p, required) for p in each] == ["other", "other"]
+
+
 @pytest.mark.parametrize(
     ("mode", "action", "end"),
     [

@@ -260,6 +260,21 @@ def test_many_vectors_by_operands_of_any_rank(shape: tuple[int, ...]) -> None:
             torch.testing.assert_close(got, torch.vmap(by_torch, in_dims)(given, b, term))
 
 
+@pytest.mark.parametrize("out_dtype", [None, torch.bfloat16, torch.float32])
+def test_a_mapped_residual_in_float32_leaves_the_results_dtype(
+    out_dtype: torch.dtype | None,
+) -> None:
+    a, b = torch.randn(4, 5).bfloat16(), torch.randn(5, 6).bfloat16()
+    residual = torch.randn(3, 4, 6)
+
+    def product(r: Tensor) -> Tensor:
+        return tmm_core.matmul(a, b, residual=r, out_dtype=out_dtype)
+
+    got = torch.vmap(product)(residual)
+    assert got.dtype is (out_dtype or torch.bfloat16)
+    torch.testing.assert_close(got, torch.stack([product(r) for r in residual]))
+
+
 # -- grouped ------------------------------------------------------------------------------
 
 

@@ -473,8 +473,10 @@ def test_every_rank_adopts_each_record(
     monkeypatch.setattr(ranks, "_measure_all", measure_all)
     monkeypatch.setattr(ranks, "_compare", lambda *given: compared.append(given))
     dispatch_to(monkeypatch, SimpleNamespace(adopt=lambda *given: adopted.append(given)))
+    # A plan made from an earlier record would answer further calls.
+    monkeypatch.setattr(ranks.warm, "forget_plans", lambda: adopted.append("plans forgotten"))
     assert ranks.tune([SECOND, FIRST], **given) == [RECORD]
-    assert adopted == [(FIRST, RECORD)]
+    assert adopted == [(FIRST, RECORD), "plans forgotten"]
     assert compared == [(replace(mine, timeout=timeout), [SECOND, FIRST], {1})]
     assert not mine.has("failed/0")
     assert budgets == [given.get("budget", settings.Settings().tune_budget)]

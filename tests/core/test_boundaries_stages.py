@@ -169,6 +169,8 @@ def test_a_result_holds_the_measurements() -> None:
     odd = found.result(problem())
     assert (odd.error, odd.steady_us, odd.status) == (None, None, "failed")
     assert odd.tolerance is not None
+    found.error = math.inf
+    assert found.result(problem()).error is None
     found.error = None
     assert found.result(problem()).tolerance is None
 

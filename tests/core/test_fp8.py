@@ -272,3 +272,5 @@ def test_vmap() -> None:
         for row in zip(a, scale_a, strict=True)
     ]
     torch.testing.assert_close(found, torch.stack(expected))
+    empty = torch.vmap(lambda a: product(a, scale_a[0], b[0], scale_b[0]))(a[:0])
+    assert (empty.shape, empty.dtype) == ((0, 5, 8), found.dtype)

@@ -365,11 +365,12 @@ def test_derivatives_of_derivatives(form: str) -> None:
 
 @pytest.mark.parametrize("names", ["bias", "residual", "a", "b", "bias residual", "a b bias"])
 @pytest.mark.parametrize("each", [False, True], ids=["one bias", "a bias each"])
-@pytest.mark.parametrize("form", ["m", "k"])
+@pytest.mark.parametrize("form", ["m", "gathered", "k"])
 def test_tangents_of_some_operands(form: str, each: bool, names: str) -> None:
     """Against a difference quotient, in float64."""
+    rows, form = {} if form != "gathered" else {"a_index": GATHER}, form.replace("gathered", "m")
     a, b, offs = FORMS[form](dtype=torch.float64)
-    shape = tmm_core.grouped_matmul(a, b, offs=offs).shape
+    shape = tmm_core.grouped_matmul(a, b, offs=offs, **rows).shape
     width = shape[-1]
     at = {
         "a": a, "b": b, "bias": randn(*([3] if each else []), width, dtype=torch.float64),
@@ -378,7 +379,7 @@ def test_tangents_of_some_operands(form: str, each: bool, names: str) -> None:
     tangents = {name: randn(*at[name].shape, dtype=torch.float64) for name in names.split()}
 
     def product(given: dict[str, Tensor]) -> Tensor:
-        return tmm_core.grouped_matmul(**given, offs=offs, alpha=0.5, epilogue="silu")
+        return tmm_core.grouped_matmul(**given, **rows, offs=offs, alpha=0.5, epilogue="silu")
 
     def moved(by: float) -> Tensor:
         return product(at | {name: at[name] + by * t for name, t in tangents.items()})

@@ -336,6 +336,25 @@ def test_a_summand_may_broadcast(shape: tuple[int, ...]) -> None:
     torch.testing.assert_close(z, torch.relu(torch.addmm(c, a, b)))
 
 
+@pytest.mark.parametrize("columns", [False, True])
+def test_a_sum_keeps_its_memory_layout(columns: bool) -> None:
+    """A residual in columns, given first, makes torch's sum one in columns."""
+    a, b, r = torch.randn(5, 7), torch.randn(7, 4), torch.randn(5, 4)
+    if columns:
+        r = r.T.contiguous().T
+
+    def model(a: Tensor, b: Tensor, r: Tensor) -> Tensor:
+        return r + torch.relu(a @ b)
+
+    seen = Seen()
+    with torch.no_grad():
+        y = passed(model, a, b, r, seen=seen)
+    torch.testing.assert_close(y, model(a, b, r))
+    assert y.stride() == model(a, b, r).stride()
+    (calls,) = seen.calls
+    assert ("aten.add.Tensor" in calls) is columns
+
+
 @pytest.mark.parametrize("module", ["tails.tails", "shared_input.groups"])
 def test_a_search_that_fails_leaves_the_rest_of_the_graph(
     module: str, monkeypatch: pytest.MonkeyPatch
@@ -678,6 +697,25 @@ def test_the_key_changes_with_all_that_decides_a_choice(what: str, tmp_path: Pat
     with tmm_core.override(disable=["fast"] if what == "setting" else []):
         assert Rewrite("records").uuid() != before
         assert Rewrite("always").uuid() == always
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"kernel": "fast"}, {"kernel": "blas", "config": {}}, {"arithmetic": "k"},
+        {"deterministic": True}, {"batch_invariant": True}, {"static_weights": True},
+    ],
+)  # fmt: skip
+def test_the_key_changes_with_each_setting_that_decides_a_choice(changes: dict[str, Any]) -> None:
+    """A graph that was compiled under other settings is not found again."""
+    recorded({"blas": 10.0, "fast": 4.0})
+    keys = {Rewrite("records").uuid()}
+    with tmm_core.override(**changes):
+        keys.add(Rewrite("records").uuid())
+    if "config" in changes:
+        with tmm_core.override(kernel=changes["kernel"]):
+            keys.add(Rewrite("records").uuid())
+    assert len(keys) == 2 + ("config" in changes)
 
 
 def test_a_fault_of_the_pass_leaves_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -585,6 +585,17 @@ def test_gated_mlp_in_inference_mode_and_on_meta() -> None:
         assert meta(x.to("meta")).shape == (5, 12)
 
 
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_layer_has_the_device_and_dtype_that_it_is_given(bias: bool) -> None:
+    for layer in (
+        Linear(6, 4, bias, "meta", torch.float64, epilogue="silu"),
+        GatedMLP(6, 4, bias=bias, device="meta", dtype=torch.float64),
+    ):
+        parameters = list(layer.parameters())
+        assert len(parameters) == (1 if isinstance(layer, Linear) else 3) * (1 + bias)
+        assert all(p.is_meta and p.dtype is torch.float64 for p in parameters)
+
+
 @pytest.mark.parametrize("name", ["gate_proj", "up_proj"])
 @pytest.mark.parametrize("later", [False, True])
 def test_one_weight_of_inference_mode_stays_apart(name: str, later: bool) -> None:

@@ -120,6 +120,23 @@ def test_later_calls_need_no_dispatcher(name: str, monkeypatch: Any) -> None:
     assert torch.equal(out, expected)
 
 
+@pytest.mark.parametrize("kernel", ["blas", "triton.naive"])
+@pytest.mark.parametrize("grouped", [False, True])
+def test_later_calls_see_that_an_operand_is_negated(grouped: bool, kernel: str) -> None:
+    """It has the memory and the strides of an earlier operand."""
+    x = torch.randn(4, 8, dtype=torch.complex64)
+    for a in (torch.imag(x), torch.imag(x.conj())) * 2:
+        out = torch.empty(4, 4)
+        if grouped:
+            given = {} if kernel == "blas" else {"kernel": "triton.ragged"}
+            tmm_core.grouped_matmul(a, GROUPS, offs=OFFS, out=out, **given)
+        else:
+            tmm_core.matmul(a, B, out=out, kernel=kernel)
+        expected = tmm_core.grouped_matmul(a.clone(), GROUPS, offs=OFFS) if grouped else a @ B
+        rows = int(OFFS[-1]) if grouped else None
+        torch.testing.assert_close(out[:rows], expected[:rows])
+
+
 @pytest.mark.parametrize("name", ["matmul", "matmul by Triton", "linear", "grouped by Triton"])
 def test_later_calls_are_checked_as_the_first(name: str) -> None:
     call = CALLS[name]

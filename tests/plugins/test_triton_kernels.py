@@ -658,3 +658,12 @@ def test_gelu_is_as_exact_below_zero_as_above() -> None:
     _gelu_kernel[(1,)](special, out, SIZE=8)
     wanted = torch.tensor([0.0, -0.0, float("inf"), float("nan"), float("nan"), 3e38, -0.0, 5e-41])
     torch.testing.assert_close(out, wanted, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan, 3e38])
+def test_interpreted_kernels_overflow_silently(value: float) -> None:
+    """As on a GPU: numpy would warn, also of a difference of infinities."""
+    a, b = torch.full((3, 16), value), torch.randn(16, 5)
+    for kernel in ("triton.naive", "triton.split_k"):
+        y = tmm_core.matmul(a, b, kernel=kernel, epilogue="silu")
+        assert torch.equal(y.isfinite(), torch.nn.functional.silu(a @ b).isfinite())
