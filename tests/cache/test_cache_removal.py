@@ -127,6 +127,11 @@ def test_clear_never_touches_layers_or_files_of_others(
         *(str(path.relative_to(filled.root)) for path in kept),
         str((folder / "environment.json").relative_to(filled.root)),
     }
+    capsys.readouterr()
+    digest = below.path(GPU, ENVIRONMENT, problem(m=1)).stem
+    assert main(["clear", digest, "-y"]) == 0
+    assert f"nothing to remove in {filled.root}" in " ".join(capsys.readouterr().err.split())
+    assert files_under(below.root) == before
 
 
 def test_clear_removes_records_under_a_root_that_is_a_link(

@@ -655,6 +655,7 @@ def test_disable_restores_torchs_passes(earlier: int, listed: bool) -> None:
             assert inductor.is_installed()
             for kind in PASSES:
                 assert getattr(config, kind.option).before == passes
+                assert kind("records", tuple(passes)).before == passes
         for _ in range(2):
             inductor.uninstall()
             assert not inductor.is_installed()

@@ -307,6 +307,14 @@ def test_a_pass_over_a_result_in_the_l2_is_faster() -> None:
     assert extra(2 * size) == pytest.approx(3 * extra(2 * size + 2))
 
 
+def test_a_pass_over_a_wider_result_takes_longer() -> None:
+    def extra(dtype: torch.dtype) -> float:
+        large = replace(LARGE, out=Operand(dtype))
+        return us(replace(large, epilogue=parse("silu"))) - us(large) - blas.LAUNCH_US
+
+    assert extra(FP32) == pytest.approx(2 * extra(BF16))
+
+
 def test_unaligned_rows_multiply_at_a_fraction_of_the_rate() -> None:
     for name in ("a", "b"):
         change: dict[str, Any] = {name: replace(getattr(LARGE, name), aligned=False)}

@@ -231,6 +231,11 @@ def test_registers_hold_parts_from_two_parts_on() -> None:
     more: dict[str, Any] = {**tile, "GROUP_M": 1, "SUBTILE": 1, "FLATTEN": False}
     summed = [PersistentConfig(**more, PARTS=n).registers(problem) for n in (1, 2, 3)]
     assert plain == summed[0] < summed[1] == summed[2]
+    # A subtile's part of the residual is in registers, not the whole tile's.
+    halves = [PersistentConfig(**more | {"PARTS": 1, "SUBTILE": n}) for n in (1, 2)]
+    residual = replace(problem, residual=problem.out)
+    whole, half = (each.registers(residual) - each.registers(problem) for each in halves)
+    assert whole == 2 * half > 0
 
 
 def test_rows_of_a_box_that_are_not_there_take_time() -> None:
@@ -462,6 +467,8 @@ def on(capability: tuple[int, int], **fields: Any) -> Problem:
         (ask(b=GROUPED), 3 * (4096 + 2048) + 8192, 128),
         (on((9, 0), dtype=E4M3), 3 * (2048 + 4096), 128),
         (on((8, 9), dtype=E4M3), 3 * (2048 + 4096), 64),
+        (on((10, 0), dtype=E4M3), 3 * (2048 + 4096), 64),
+        (on((12, 0), dtype=E4M3), 3 * (2048 + 4096), 64),
         (on((9, 0), b=INT4), 3 * (4096 + 2048) + 8192, 64),
         (on((10, 0), b=INT4), 3 * (4096 + 2048) + 8192, 128),
         (on((12, 0), b=INT4), 3 * (4096 + 2048) + 8192, 128),
