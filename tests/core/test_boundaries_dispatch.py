@@ -253,6 +253,17 @@ def test_explaining_compiles_nothing_ahead_and_knows_earlier_choices(tmp_path: P
     assert (choice.arithmetic, miss) == ("two", None)
 
 
+def test_a_rung_at_which_no_kernel_knows_an_arithmetic_is_expected_to_be_slow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    d, _ = dispatcher(FakeBlas(), root=tmp_path)
+    monkeypatch.setattr(d._invariance, "_offered", lambda rung, able: {})
+    expected = d._invariance._expected(weight_problem(16), [])
+    assert (expected.best_us, expected.times) == (invariant._NO_ESTIMATE, {})
+    of = weight_problem(16), "weight", settings(on_cache_miss="heuristic")
+    assert d._invariance._resolved(*of) is None
+
+
 def test_the_arithmetic_that_is_resolved_first_is_that_of_all_threads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

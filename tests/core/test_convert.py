@@ -1111,3 +1111,18 @@ def test_an_epilogue_that_is_assigned_later_comes_before_the_activation(kind: An
     original.fc1.register_forward_hook(lambda module, given, out: torch.relu(out))
     with torch.no_grad():
         assert_close(converted(x), original(x))
+
+
+def test_an_activation_beside_other_uses_is_reported_by_its_path() -> None:
+    class Apart(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.activation = nn.Linear(4, 6), nn.SiLU()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            z = self.up(x)
+            return self.activation(z) + z  # type: ignore[no-any-return]
+
+    [kept] = convert(Apart()).not_fused
+    assert (kept.path, kept.activation) == ("activation", "SiLU")
+    assert kept.reason == "its result is also used without the activation (up)"
