@@ -61,8 +61,8 @@ _IN_TURN = 128
 _MOST_ARRANGED = 32
 #: Rows of a tile of ``a``: where choices are made (``tmm_core.spec.bucket``), in one or two parts.
 _HEIGHTS = (16, 32, 64, 80, 96, 128, 160, 192, 256)
-#: Maximum rows of a tile whose sums of a step are multiplied by scales: where multiplying the
-#: values takes one instruction for a pair, and where it takes more.
+#: Maximum rows of a tile in which scales multiply the sums of a step. Tiles of more rows multiply
+#: the values. The first number holds where that takes one instruction for two values.
 _PROMOTED, _MOST_PROMOTED = 64, 128
 #: A digest of the device code, for Triton's cache key (:class:`Constants`).
 _SOURCE = hashlib.sha256(
@@ -127,12 +127,12 @@ class MixedInputConfig(TileConfig):
     @property
     def first(self) -> int:
         """Rows of a tile's first part: a power of two, as Triton requires of all tensors."""
-        return 1 << self.BLOCK_M.bit_length() - 1
+        return self.BLOCK_M - self.rest
 
     @property
     def rest(self) -> int:
         """Rows of its other part, or 0."""
-        return self.BLOCK_M - self.first
+        return _rest(self.BLOCK_M)
 
     @property
     def n_ways(self) -> int:
@@ -209,8 +209,8 @@ class Constants(MixedInputConfig):
         if parts > 1 and problem.k < parts * config.BLOCK_K:
             raise ConfigError(f"{config} divides K {problem.k} into more parts than steps")
         method = value_scaling(problem)
-        # Separate sums of a step need registers, and one group per step. If M chooses the tile, all
-        # tiles of the batch-invariant mode must scale alike.
+        # Separate sums of a step need registers, and one group per step. In batch-invariant mode M
+        # may choose the tile, so all tiles scale alike.
         most = _PROMOTED if method == "pair" and not problem.batch_invariant else _MOST_PROMOTED
         few = most >= config.BLOCK_M and not _groups_share_step(b)
         promoted = b.grid and (method is None or few)
@@ -424,13 +424,13 @@ _OVERLAP = 2.5
 
 def _shapes(m: int) -> Iterable[tuple[int, int, int, int]]:
     """Return the shapes of tiles of ``m`` rows; for an exhaustive search every possible one."""
-    counts, one_part = range(1, 5), m & (m - 1) == 0
+    counts = range(1, 5)
     shapes: Iterable[tuple[int, int, int, int]]
     if SEARCH_LIMITED.get():
         shapes = next(shapes for most, shapes in _SHAPES.items() if m <= most)
     else:
         shapes = itertools.product((64, 128), counts, counts, (64, 128))
-    return [shape for shape in shapes if shape[1] % shape[2] == 0 and (one_part or shape[2] == 1)]
+    return [each for each in shapes if each[1] % each[2] == 0 and (each[2] == 1 or not _rest(m))]
 
 
 class MixedInput(Built[MixedInputConfig]):
@@ -628,6 +628,11 @@ def _rows_per_group(problem: Problem) -> tuple[int, int]:
     return -(-problem.m // count), count
 
 
+def _rest(m: int) -> int:
+    """Return the rows of a tile of ``m`` rows beyond the largest power of two."""
+    return m - (1 << m.bit_length() - 1)
+
+
 def _heights(problem: Problem) -> list[int]:
     """Return the rows of the tiles to propose: the least height with one tile, and lower ones. More
     than one tile of few rows would decode the weight again."""
@@ -636,7 +641,7 @@ def _heights(problem: Problem) -> list[int]:
     heights: Iterable[int] = _HEIGHTS
     if problem.groups is not None:
         # Sizes vary: some groups are larger than the mean.
-        heights = [m for m in heights if m & (m - 1) == 0]
+        heights = [m for m in heights if not _rest(m)]
         highest = next(m for m in heights if m >= highest)
         most = 4 * highest
     return [m for m in heights if min(64, highest) <= m <= most]
@@ -650,8 +655,8 @@ def _work_units(problem: Problem, config: MixedInputConfig) -> int:
 
 
 def _last_wave_is_incomplete(problem: Problem, config: MixedInputConfig) -> bool:
-    """Whether some blocks have a tile more than others, and may share these tiles. Every block has
-    one, so that at most two share a tile."""
+    """Whether some blocks have a tile more than others, and may share these tiles. Every block also
+    has a whole tile, so that at most two share one."""
     sms, tiles = problem.device.sm_count, _work_units(problem, config)
     one = problem.groups is None and not problem.batch_invariant and config.splits == 1
     return one and tiles > sms and tiles % sms != 0

@@ -77,7 +77,7 @@ PACKED = [
     Mutant(
         "parts-of-groups",
         "tmm_triton/mixed_input.py",
-        "heights = [m for m in heights if m & (m - 1) == 0]",
+        "heights = [m for m in heights if not _rest(m)]",
         "heights = list(heights)",
         "a tile fits the mean size of groups, and larger groups need two",
         (f"{MIXED}::test_one_tile_has_all_rows_if_it_can",),

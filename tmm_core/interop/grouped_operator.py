@@ -216,13 +216,13 @@ def _spread(bias: Tensor, offs: Tensor, shape: torch.Size, along: str) -> Tensor
 def _multiply(a: Tensor, b: Tensor, offs: Tensor, alpha: float) -> Tensor:
     """Return a grouped product that is zero beyond the last group."""
     call = GroupedArguments(a, b, offs, alpha=alpha, zeroed=True)
-    if (
-        not torch.compiler.is_dynamo_compiling()
-        and not (
-            autograd_state.differentiated(a, b) or compat.is_batched(a) or compat.is_batched(b)
-        )
-        and fast_path_allowed(a, b, offs)
-    ):
+    seen = (
+        torch.compiler.is_dynamo_compiling()  # first, since Dynamo cannot trace the others
+        or autograd_state.differentiated(a, b)
+        or compat.is_batched(a)
+        or compat.is_batched(b)
+    )
+    if not seen and fast_path_allowed(a, b, offs):
         if a.dim() == b.dim() and b.shape[1] != grouped_strides(b.shape, b.dtype)[0]:
             # Autograd would copy a gradient with padded rows for a weight without padding.
             call = call._replace(out=a.new_empty((offs.shape[0], a.shape[0], b.shape[1])))

@@ -32,7 +32,7 @@ from tmm_core.verify.watched_call import GENERATORS, putting_back
 
 #: Values that cannot change in place; a comparison shows whether the attribute was assigned anew.
 CONSTANTS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.memory_format)
-#: What a forward may add to, such as a list of losses.
+#: Containers that a forward may add to, such as a list of losses.
 _CONTAINERS = (list, dict, set, collections.deque)
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
 #: Steps of Python's bytecode that handle exceptions, of the tracer too, or enter contexts.
