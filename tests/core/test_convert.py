@@ -434,6 +434,27 @@ def test_calls_with_other_parameters(kind: Any) -> None:
     assert_close(*grads)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "activation"),
+    [(torch.complex64, nn.Tanh), (torch.complex64, nn.SiLU), (torch.int32, nn.ReLU)],
+)
+@pytest.mark.parametrize("kind", KINDS)
+def test_activations_of_numbers_that_no_epilogue_takes(
+    kind: Any, dtype: torch.dtype, activation: type[nn.Module]
+) -> None:
+    original = kind()
+    original.act = activation()
+    for layer in original.children():
+        for name, value in layer.named_parameters():
+            numbers = (9 * value.detach()).to(dtype)
+            layer._parameters[name] = nn.Parameter(numbers, requires_grad=False)
+    converted = copy.deepcopy(original)
+    report = convert(converted)
+    assert {c.kind for c in report.changes} & {"epilogue", "gated"} or activation is nn.Tanh
+    x = (3 * randn(5, 12)).to(dtype)
+    assert_close(converted(x), original(x))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_copies_and_pickles(kind: Any, products: list[str]) -> None:
     converted, original = twins(kind)

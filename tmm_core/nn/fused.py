@@ -66,7 +66,8 @@ def computes_product(layer: Any) -> bool:
     # FullyShardedDataParallel and torch.nn.utils.prune make them plain attributes.
     of = layer._parameters
     weight = of.get("weight")
-    if weight is None or "bias" not in of:
+    # An epilogue takes floating-point products only, a torch activation may take others.
+    if weight is None or "bias" not in of or not weight.dtype.is_floating_point:
         return False
     return stored_weights.is_readable(weight) and not interposed(layer)
 

@@ -152,7 +152,7 @@ _PLAIN = (nn.Parameter, Tensor, compat.fake_tensor(), Quantized)
 
 def only_multiply(layers: Sequence[Any], x: Tensor) -> bool:
     """Whether one product can replace the calls: the layers would do nothing else."""
-    if Linear.replaced():
+    if Linear.replaced() or not x.dtype.is_floating_point:  # no epilogue takes other numbers
         return False
     for layer in layers:
         if type(layer) is not Linear or layer._text or interposed(layer):
