@@ -563,6 +563,16 @@ class ResidualIsA(Lie):
     )
 
 
+class OutInOtherMemory(Lie):
+    """Whoever holds a view of ``out`` does not see the result."""
+
+    problem = half(8, 16, 8)
+
+    def lie(self, right: Any, *given: Any) -> Any:
+        out, result = given[-1], right(*given[:-1], None)
+        return result if out is None else out.set_(result)
+
+
 class OutByOneStride(Lie):
     """It assumes that the strides of ``out`` are (2·N, 2)."""
 
@@ -934,7 +944,8 @@ LIES: dict[str, dict[str, type[Lie]]] = {
         **{
         cls.__name__: cls
         for cls in (
-            TheSameTensor, ResidualIsA, OutByOneStride, OutWithOddStrides, OutWithEvenStrides
+            TheSameTensor, ResidualIsA, OutByOneStride, OutInOtherMemory, OutWithOddStrides,
+            OutWithEvenStrides,
         )
         },
         "one storage": lying_if(

@@ -195,11 +195,12 @@ class CheckedLauncher:
             self._data.altered |= {name for name in before if before[name] != after[name]}
             self._check_inputs()
         self._check_form(result)
-        if tensor is None:
+        if into is None:
             if result.is_inference() and "inference mode" not in mode:
                 raise WrongError("it returned a tensor of inference mode, which may not be changed")
             self._check_memory(given, result, held)
-        elif (result.data_ptr(), result.stride()) != (tensor.data_ptr(), tensor.stride()):
+        # Not `tensor`: a launch may have given it other memory, which no view of `out` shows.
+        elif (result.data_ptr(), result.stride()) != (into.tensor.data_ptr(), into.tensor.stride()):
             raise WrongError("it returned something else than the out it was given")
         if self._outputs is not None and (nonfinite or of.judges_outputs):
             expected = None if nonfinite else of.expected
