@@ -31,6 +31,8 @@ from tmm_core import (
     Epilogue,
     PluginError,
     Port,
+    Problem,
+    Supports,
     TmmWarning,
     UnknownNameError,
     compat,
@@ -200,20 +202,35 @@ def test_a_product_computed_by_an_import_is_answered_by_the_loaded_kernels() -> 
     assert seen == [["blas"], ["blas"]]
 
 
+def change_how_torch_computes() -> None:
+    torch.set_grad_enabled(False)
+    torch.set_default_dtype(torch.float64)
+    torch.set_float32_matmul_precision("high")
+
+
+@pytest.mark.parametrize("place", ["import", "tmm_kernels"])
 @pytest.mark.parametrize("fails", [False, True])
-def test_an_import_leaves_how_torch_computes(fails: bool) -> None:
+def test_an_import_or_a_hook_leaves_how_torch_computes(place: str, fails: bool) -> None:
     """The first product imports plugins. The program did not ask for it."""
 
     class Inferring(EntryPoint):
         def load(self) -> Any:
-            torch.set_grad_enabled(False)
-            torch.set_default_dtype(torch.float64)
-            torch.set_float32_matmul_precision("high")
-            if fails:
-                raise ImportError("not here")
+            if place == "import":
+                change_how_torch_computes()
+                if fails:
+                    raise ImportError("not here")
             return super().load()
 
-    r = registry(Inferring("a", plugin(FakeKernel("a"))), baseline=FakeBlas)
+    brought = plugin(FakeKernel("a"))
+    if place == "tmm_kernels":  # which may import the rest of the plugin
+
+        @hookimpl
+        def tmm_kernels() -> Any:
+            change_how_torch_computes()
+            return 1 / 0 if fails else [FakeKernel("a")]
+
+        brought.tmm_kernels = tmm_kernels  # type: ignore[attr-defined]
+    r = registry(Inferring("a", brought), baseline=FakeBlas)
     r.around_import = watched_call.putting_back
     with pytest.warns(TmmWarning) as caught:
         assert names(r) == (["blas"] if fails else ["a", "blas"])
@@ -222,8 +239,34 @@ def test_an_import_leaves_how_torch_computes(fails: bool) -> None:
     assert torch.get_default_dtype() is F32
     assert torch.get_float32_matmul_precision() == "highest"
     (warning,) = caught
-    changed = "its import changed the grad mode and torch's default dtype and the fp32 precision"
-    assert ("not here" if fails else changed) in str(warning.message)
+    changed = f"{place} changed the grad mode and torch's default dtype and the fp32 precision"
+    assert (f"{place} failed" if fails else changed) in str(warning.message)
+
+
+class LeavesGradMode(FakeKernel):
+    def declines(self, problem: Problem) -> list[str]:
+        torch.set_grad_enabled(False)
+        return []
+
+
+class OfGradMode(Supports):
+    def reasons_against(self, problem: Problem) -> list[str]:
+        torch.set_grad_enabled(False)
+        return []
+
+
+@pytest.mark.parametrize("method", ["declines", "supports"])
+@pytest.mark.usefixtures("blas_alone")
+def test_a_query_leaves_how_the_callers_thread_computes(method: str) -> None:
+    """Otherwise the program would train nothing after a call."""
+    kernel = (LeavesGradMode if method == "declines" else FakeKernel)("test.changing")
+    if method == "supports":
+        kernel.supports = OfGradMode()  # type: ignore[misc]
+    own = dispatch._Own()().registry
+    own.register(plugin(kernel), "changing")
+    with pytest.warns(TmmWarning, match=f"{method} changed the grad mode, which was put back"):
+        own.candidates(problem(), settings())
+    assert torch.is_grad_enabled()
 
 
 def test_an_import_may_register_another_plugin() -> None:

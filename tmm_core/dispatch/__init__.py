@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import threading
@@ -48,10 +49,11 @@ class _Own:
 
                     from tmm_core.dispatch.dispatcher import Dispatcher
                     from tmm_core.registry.registry import Registry
-                    from tmm_core.verify.watched_call import putting_back
+                    from tmm_core.verify.watched_call import OF_THE_THREAD, putting_back
 
                     registry = Registry.from_environment()
                     registry.around_import = putting_back
+                    registry.around_query = functools.partial(putting_back, OF_THE_THREAD)
                     self.made = Dispatcher(registry, None, CacheStore())
             return self.made
 

@@ -20,7 +20,7 @@ import re
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import fields
 from itertools import islice
 from types import CodeType
@@ -92,6 +92,11 @@ def read_config(kernel: Kernel[Any], document: Mapping[str, Any]) -> Config:
         raise kernel._failed("config_type", error) from error
 
 
+def changes_nothing() -> AbstractContextManager[list[str]]:
+    """A context that restores nothing, and yields the names of what it restored."""
+    return nullcontext([])
+
+
 class CheckedKernel(Kernel[Any]):
     """A registered kernel whose results are checked.
 
@@ -101,6 +106,8 @@ class CheckedKernel(Kernel[Any]):
     Args:
         kernel: A plugin's kernel.
         source: Its origin, which messages name.
+        around: Makes a context for a query. It restores how this thread computes, and yields the
+            names of what it restored.
 
     Raises:
         PluginError: It is not a kernel, or its identifying attributes are invalid.
@@ -112,12 +119,18 @@ class CheckedKernel(Kernel[Any]):
     traits: Traits  # type: ignore[misc]
     config_type: type[Config]  # type: ignore[misc]
 
-    def __init__(self, kernel: Any, source: Any) -> None:
+    def __init__(
+        self,
+        kernel: Any,
+        source: Any,
+        around: Callable[[], AbstractContextManager[list[str]]] = changes_nothing,
+    ) -> None:
         if not issubclass(type(kernel), Kernel):  # isinstance would believe its __class__
             hint = " (the class; return an instance)" if isinstance(kernel, type) else ""
             raise PluginError(f"tmm_kernels must return Kernel objects, got {shown(kernel)}{hint}")
         self.kernel: Kernel[Any] = kernel
         self.source = source
+        self._around = changes_nothing if source.is_ours else around
         #: Why it is set aside; None if it is not.
         self.fault: str | None = None
         self._lock = threading.Lock()
@@ -145,7 +158,8 @@ class CheckedKernel(Kernel[Any]):
             return [self.fault]
         try:
             # They may be of a plugin's class, or hold collections that raise.
-            reasons = _reasons(self.supports.reasons_against(self._own(problem)))
+            with self._running("supports"):
+                reasons = _reasons(self.supports.reasons_against(self._own(problem)))
         except BaseException as error:
             reraise(error)
             return [str(self._failed("supports", error))]
@@ -284,8 +298,10 @@ class CheckedKernel(Kernel[Any]):
                 f"TMM_DISABLE_PLUGINS={self.source.plugin}"
             )
 
-        with nested(), watched(what, patience):
+        with nested(), watched(what, patience), self._around() as changed:
             yield
+        if changed:
+            raise InvalidResultError(f"changed {' and '.join(changed)}, which was put back")
 
     @property
     def _title(self) -> str:

@@ -13,7 +13,7 @@ import os
 import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -37,7 +37,7 @@ from tmm_core.launch import warm
 from tmm_core.launch.collector import collector_off
 from tmm_core.launch.nesting import turn
 from tmm_core.registry.hooks import HOOKS, Hooks
-from tmm_core.registry.query import CheckedKernel
+from tmm_core.registry.query import CheckedKernel, changes_nothing
 from tmm_core.settings import POINTWISE, Settings, names, nested
 from tmm_core.spec.code import format_code
 from tmm_core.spec.epilogue import IDENTITY, INTERNED, Epilogue, EpilogueLike
@@ -142,11 +142,11 @@ class Registry:
         #: The number of plugins that were registered by hand; choices follow from it.
         self.registered = 0
         self.loading_lock = threading.RLock()
-        #: Makes the context of the import of another's plugin. It yields a list, to which it adds
-        #: the names of what the import changed and it put back.
-        self.around_import: Callable[[], AbstractContextManager[list[str]]] = lambda: nullcontext(
-            []
-        )
+        #: Makes the context of an import or a hook of another's plugin. It yields a list, to which
+        #: it adds the names of what the plugin changed and it put back.
+        self.around_import: Callable[[], AbstractContextManager[list[str]]] = changes_nothing
+        #: The same for a query to a kernel.
+        self.around_query: Callable[[], AbstractContextManager[list[str]]] = changes_nothing
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] = os.environ) -> Registry:
@@ -278,15 +278,21 @@ class Registry:
         elif self._allow is not None and source.plugin not in self._allow:
             self._faults.append(Fault(source, "not in TMM_PLUGINS", intended=True))
         else:
-            around = nullcontext(list[str]()) if source.is_ours else self.around_import()
             with self._costing(source, "import failed"):
-                what = f"the import of {source} does not return{_advice(source)}"
-                with watched(lambda: what), around as changed:
+                with self._watched("the import", source):
                     plugin = entry_point.load()
-                if changed:
-                    reason = f"its import changed {' and '.join(changed)}, which was put back"
-                    self._faults.append(Fault(source, reason))
                 self._take(plugin, source)
+
+    @contextmanager
+    def _watched(self, what: str, source: Source) -> Iterator[None]:
+        """A context for an import or a hook of ``source``. It restores how torch computes."""
+        around = changes_nothing() if source.is_ours else self.around_import()
+        message = f"{what} of {source} does not return{_advice(source)}"
+        with watched(lambda: message), around as changed:
+            yield
+        if changed:
+            reason = f"{what} changed {' and '.join(changed)}, which was put back"
+            self._faults.append(Fault(source, reason))
 
     @contextmanager
     def _costing(self, source: Source, failed: str) -> Iterator[None]:
@@ -318,7 +324,7 @@ class Registry:
             for plugin in self.hooks.in_order(hook, plugins):
                 _, source = self._plugins[id(plugin)]
                 with self._costing(source, f"{hook} failed"):
-                    with watched(lambda: f"{hook} of {source} does not return{_advice(source)}"):  # noqa: B023
+                    with self._watched(hook, source):
                         things, failed = self.hooks.call(hook, plugin)
                     for wrapper, failure in failed:
                         reason = (
@@ -330,7 +336,7 @@ class Registry:
                             add(thing, source)
 
     def _add_kernel(self, brought: Any, source: Source) -> None:
-        kernel = CheckedKernel(brought, source)
+        kernel = CheckedKernel(brought, source, self.around_query)
         if (other := self._kernels.get(kernel.name)) is not None:
             raise PluginError(f"kernel {kernel.name!r} is already registered by {other.source}")
         self._kernels[kernel.name] = kernel

@@ -58,11 +58,12 @@ if hasattr(os, "register_at_fork"):  # absent on Windows
     os.register_at_fork(after_in_child=_after_fork)
 
 
+#: How torch computes in this thread.
+OF_THE_THREAD = ("the grad mode", "the inference mode", "autocast", "torch's default device")
 #: What the import of a plugin may not change. The program did not ask for this import, which its
 #: first product makes.
-_OF_THE_PROGRAM = [
-    *("the grad mode", "the inference mode", "autocast"),
-    *("torch's default dtype", "torch's default device"),
+OF_THE_PROGRAM = [
+    *(*OF_THE_THREAD, "torch's default dtype"),
     *(name for name, piece in PIECES.items() if piece.owner == "main"),
 ]
 
@@ -72,10 +73,10 @@ GENERATORS = [name for name, piece in PIECES.items() if piece.owner == "generato
 
 
 @contextmanager
-def putting_back(more: Iterable[str] = ()) -> Iterator[list[str]]:
-    """A context that puts back how torch computes, and ``more`` pieces of state. It yields a list,
-    to which it adds the names of what it put back."""
-    before, found = State(torch.device("cpu"), [*_OF_THE_PROGRAM, *more]), list[str]()
+def putting_back(names: Iterable[str] = OF_THE_PROGRAM) -> Iterator[list[str]]:
+    """A context that puts back these pieces of state, by default how torch computes. It yields a
+    list, to which it adds the names of what it put back."""
+    before, found = State(torch.device("cpu"), names), list[str]()
     try:
         yield found
     finally:
