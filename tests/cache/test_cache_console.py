@@ -109,6 +109,15 @@ def test_cells_of_many_words_fold_before_a_word_is_cut() -> None:
     assert len(lines) > 3
 
 
+def test_no_word_is_folded_at_its_hyphens() -> None:
+    rows = [("k", "cuBLAS is-as-fast, run-by-run")]
+    assert console.table(("a", "b"), rows, 18)[2:] == [
+        "k  cuBLAS",
+        "   is-as-fast,",
+        "   run-by-run",
+    ]
+
+
 def test_a_row_without_room_for_its_words_is_a_paragraph() -> None:
     rows = [("large", "", "bfloat16"), "more of it", ("decode", "0.979×", "x" * 15)]
     assert console.table(("class", "worst", "dtype"), rows, 20) == [

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from tmm_cache import Notes, disk, stamp
@@ -28,6 +30,27 @@ def test_the_last_note_counts_and_is_written_once(tmp_path: Path) -> None:
     assert len(path.read_bytes().split(b"\n")) == 3
     assert path.stat().st_mode & 0o777 == 0o600
     assert path.parent.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("later", [[("x", 1)], [("y", 2)], [("y", 2), ("x", 3)]])
+def test_a_note_that_the_disk_refused_is_written_with_the_next(
+    later: list[tuple[str, int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next one may be the same note again."""
+    notes = Notes("n", None, tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", Mock(side_effect=OSError(errno.EIO, "no")))
+        notes.add("x", 1)
+        with pytest.raises(OSError, match="no"):
+            notes.write("x", 1)
+    for about, value in later:
+        notes.add(about, value)
+    expected = {"x": 1, **dict(later)}
+    assert {about: Notes("n", None, tmp_path).get(about) for about in expected} == expected
+    before = notes.path.read_bytes()
+    for about, value in expected.items():
+        notes.add(about, value)
+    assert notes.path.read_bytes() == before
 
 
 def test_damage_costs_only_the_damaged_lines(tmp_path: Path) -> None:

@@ -425,6 +425,17 @@ def by_isinstance(self: Any, x: Tensor) -> Tensor:
     return self.act(self.up(x)) if isinstance(x, Tensor) else x
 
 
+def by_a_function(self: Any, x: Tensor) -> Tensor:
+    return self.act(self.up(x)) if chosen(x) else x
+
+
+def chosen(x: Tensor) -> bool:
+    return WIDE
+
+
+WIDE = True
+
+
 def other_layer_in_training(self: Any, x: Tensor) -> Tensor:
     return self.act(self.up(x)) if self.training else self.act(self.down(x))
 
@@ -460,6 +471,7 @@ of_no_module = types.FunctionType(by_a_global.__code__, {"TWICE": 2.0}, "of_no_m
         (by_a_method, "its forward may depend on its input's dtype"),
         (by_handler, "its forward handles exceptions or enters contexts"),
         (by_isinstance, "its forward uses isinstance, which its trace does not show"),
+        (by_a_function, "its forward uses chosen, which its trace does not show"),
         (other_layer_in_training, "it depends on the mode"),
     ],
     ids=lambda value: getattr(value, "__name__", None),

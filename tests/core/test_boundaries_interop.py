@@ -1014,6 +1014,11 @@ TAILS: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], list[str]]] = {
         lambda a, b: (F.silu((h := halves(a @ b))[0]) * h[1], h[1] + 1), (A, B), [""],
     ),
     "sum of halves": (lambda a, b: F.silu((h := halves(a @ b))[0]) + h[1], (A, B), [""]),
+    # Without the factor, silu.
+    "scaled summand": (
+        lambda a, b: (z := a @ b) / torch.add(torch.ones_like(z), torch.exp(-z), alpha=2),
+        (A, B), [""],
+    ),
     "product of products": (lambda a, b, c: (a @ b) * (a @ c), (A, B, B2), ["", ""]),
 }  # fmt: skip
 
@@ -1082,6 +1087,13 @@ PAIRS: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], int]] = {
     "scaled": (
         lambda a, b, c, v: F.silu(torch.addmm(v, a, b, alpha=2)) * torch.addmm(v, a, c),
         (A, B, B2, V), 0,
+    ),
+    "scaled up": (
+        lambda a, b, c, v: F.silu(torch.addmm(v, a, b)) * torch.addmm(v, a, c, alpha=2),
+        (A, B, B2, V), 0,
+    ),
+    "other rows of rows": (
+        lambda a, b, c: F.silu((a @ b).view(1, 4, 6)) * (a @ c).view(4, 1, 6), (A, B, B2), 0,
     ),
     "no gate": (lambda a, b, c: torch.tanh(a @ b) * (a @ c), (A, B, B2), 0),
     "sum": (lambda a, b, c: F.silu(a @ b) + (a @ c), (A, B, B2), 0),

@@ -912,6 +912,26 @@ def test_a_host_that_cannot_be_started_leaves_no_file_open(
     assert not compilers.are_starting([Future()])
 
 
+@pytest.mark.parametrize("end", [Compilers.close, lambda pool: pool.cancel_pending([Future()])])
+def test_the_parents_pool_is_not_touched_in_a_forked_child(end: Any) -> None:
+    touched: list[Any] = []
+    host = SimpleNamespace(
+        process=SimpleNamespace(returncode=None),
+        close=lambda: touched.append("close"),
+        cancel=touched.append,
+    )
+    for forked in (True, False):
+        pool = Compilers(workers=1)
+        pool._host = host  # type: ignore[assignment]
+        lock = pool._lock
+        if forked:
+            pool._process = -1
+            lock.acquire()  # by a thread of the parent
+        end(pool)
+        assert len(touched) == (not forked)
+    assert host.process.returncode == 0  # not waited for: it is no child of the child
+
+
 def test_a_host_is_apart_from_this_process_and_its_terminal(parent: Parent) -> None:
     """A variable that starts a prompt would keep it from ending, warnings change its output."""
     left_out = dict.fromkeys(compile_pool._NOT_PASSED, "1")

@@ -899,6 +899,12 @@ def test_preload_verifies_and_times_small_products(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(
         tuner.Verifier, "verdict", lambda self, run: verified.append(verdict(self, run).ok)
     )
+    released: list[tuple[int, int]] = []
+    release = tuner.Verifier.release
+    monkeypatch.setattr(
+        tuner.Verifier, "release",
+        lambda self: (release(self), released.append((len(verified), len(timed)))),
+    )  # fmt: skip
     blas = FakeBlas()
     tuner.Tuner().preload(blas, torch.device("cpu"))
     assert [str(each.epilogue) for each in blas.bound] == ["identity", "silu", "gelu"]
@@ -908,6 +914,7 @@ def test_preload_verifies_and_times_small_products(monkeypatch: pytest.MonkeyPat
         assert {each.a.dtype, each.b.dtype, each.out.dtype} == {torch.bfloat16}
     assert verified == [True] * 3
     assert timed == [(1, 1, {"copies": 1, "burst_us": 1.0})] * 3 + ["released"]
+    assert released == [(1, 0), (2, 1), (3, 2)]  # before the next allocations
 
 
 @pytest.mark.parametrize("blas", [False, True])

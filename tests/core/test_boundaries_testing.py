@@ -367,6 +367,7 @@ def test_the_probes_have_every_format_and_scale() -> None:
         assert {p.b.dtype for p in own} == set(form.storage)
         if form.implied:
             assert {p.a.form is form for p in own} == {False, True}
+        assert {(p.m == 1, p.k == 0) for p in own} == {(True, False), (False, True), (False,) * 2}
         verified = [p for p in problems_of("probes_of_verification") if p.b.form is form]
         grids = {s.block for s in scales_of(form) if s.grid} | {usual_scale(form).block}
         assert {p.b.scale.block for p in verified if p.b.scale} == grids
@@ -534,6 +535,16 @@ class ForgetsScalesOfGroups(Format):
         return super().values(stored, None if block[1] > 1 else scale, zero, dtype, block, along)
 
 
+class ForgetsScalesOfColumns(Format):
+    """Its weights are multiplied without scales, unless they are transposed first."""
+
+    def values(
+        self, stored: Any, scale: Any = None, zero: Any = None, dtype: Any = None,
+        block: Any = ROW, along: int = -1,
+    ) -> Any:  # fmt: skip
+        return super().values(stored, scale if along == -1 else None, zero, dtype, block, along)
+
+
 class PacksTheHighBitsFirst(Format):
     def packed(self, codes: torch.Tensor, along: int = -1) -> torch.Tensor:
         swapped = super().packed(codes, along)
@@ -561,6 +572,7 @@ def changed(name: str, kind: type[Format] = Format, **fields: Any) -> Format:
         ("values_are_scaled", changed("int4", PacksTheHighBitsFirst)),
         ("a_quantised_tensor_stands_for_its_values", changed("int4", PacksTheHighBitsFirst)),
         ("a_quantised_tensor_stands_for_its_values", changed("int8", ForgetsScalesOfGroups)),
+        ("a_quantised_tensor_stands_for_its_values", changed("int8", ForgetsScalesOfColumns)),
         ("products", changed("int8", decode=one_too_large)),
     ],
 )  # fmt: skip

@@ -717,7 +717,8 @@ def test_each_argument_takes_memory_of_both_sets() -> None:
 
     plain = least()
     for fields, size in (
-        ({"residual": F32}, 600 * 500), ({"epilogue": tile}, 600 * 500),
+        ({"residual": F32}, 600 * 500), ({"residual": Operand(torch.float16)}, 600 * 500 / 2),
+        ({"epilogue": tile}, 600 * 500),
         ({"groups": replace(groups, a_index=torch.int64)}, (3 * 200 + 1024 + 8 - 600) * 64),
         ({"bias": torch.float32}, 3 * 2 * 500),
     ):  # fmt: skip

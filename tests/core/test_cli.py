@@ -80,6 +80,7 @@ def test_every_command_has_a_module_and_the_line_of_help() -> None:
         module = importlib.import_module(f"tmm_core.tools.commands.{name.replace('-', '_')}")
         assert callable(module.run)
         assert not text.endswith(".")
+        assert f"\n{text[0].upper()}{text[1:]}.\n" in tmm.parsers()[1][name].format_help()
 
 
 # -- kernels -----------------------------------------------------------------------------

@@ -124,6 +124,23 @@ def test_each_setting_is_read_from_its_variable(name: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "text", "fault"),
+    [
+        ("tune_budget", "-1", "tune_budget must be positive seconds, got -1"),
+        ("tune_budget", "long", "found 'long', accepted is a number"),
+        ("tune_share", "1.5", "tune_share must be a share, above 0, at most 1, got 1.5"),
+        ("tune_memory", "0", "found '0', accepted is a size like 64M or 2G, above 0"),
+        ("on_cache_miss", "warn", "on_cache_miss must be one of"),
+        ("verify", "maybe", "expected 1 or 0"),
+    ],
+)
+def test_a_wrong_value_is_reported_with_its_variable(name: str, text: str, fault: str) -> None:
+    variable, _ = VARIABLES[name]
+    with pytest.raises(SettingsError, match=f"^{variable}='{text}': {fault}"):
+        Settings.from_environ({"TMM_KERNEL": "blas", variable: text})
+
+
+@pytest.mark.parametrize(
     "given",
     [
         *({name: 1} for name in ("deterministic", "batch_invariant", "static_weights", "progress")),
