@@ -98,10 +98,9 @@ class Quantized(torch.Tensor):
             raise ValueError(f"format {format} has no zero points")
         if scale.dtype in grids.EXPONENTS:
             scale = scale.view(EXPONENT)
-        original_shape = scale.shape
         scale, own = _gridded(form, data, scale, named)
         if zero is not None:
-            fits = zero.shape in (original_shape, scale.shape) or zero.numel() == scale.numel() == 1
+            fits = zero.shape == scale.shape or zero.numel() == scale.numel() == 1
             if not fits and (own != ROW or zero.shape != scale.shape[:-1]):
                 raise ValueError(
                     f"zero must have the shape of scale, {tuple(scale.shape)}, "

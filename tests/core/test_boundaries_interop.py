@@ -1014,11 +1014,6 @@ TAILS: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], list[str]]] = {
         lambda a, b: (F.silu((h := halves(a @ b))[0]) * h[1], h[1] + 1), (A, B), [""],
     ),
     "sum of halves": (lambda a, b: F.silu((h := halves(a @ b))[0]) + h[1], (A, B), [""]),
-    # Without the factor, silu.
-    "scaled summand": (
-        lambda a, b: (z := a @ b) / torch.add(torch.ones_like(z), torch.exp(-z), alpha=2),
-        (A, B), [""],
-    ),
     "product of products": (lambda a, b, c: (a @ b) * (a @ c), (A, B, B2), ["", ""]),
 }  # fmt: skip
 
@@ -1045,6 +1040,16 @@ def test_a_tail_equals_the_call_that_replaces_it(name: str, dtype: torch.dtype) 
         torch.testing.assert_close(
             own.double(), value_of(tail, values), rtol=2e-2, atol=2e-2 if dtype is BF16 else 1e-5
         )
+
+
+@pytest.mark.parametrize(("alpha", "found"), [(1, "silu"), (2, "")])
+def test_a_factor_of_a_summand_is_a_part_of_a_function(alpha: int, found: str) -> None:
+    def function(a: Tensor, b: Tensor) -> Tensor:
+        z = a @ b
+        return z / torch.add(torch.exp(-z), 1, alpha=alpha)
+
+    graph, _ = graph_of(function, FP32, A, B)
+    assert [tail.epilogue for tail in tails(graph)] == [found]
 
 
 @pytest.mark.parametrize("name", ["beta", "alpha of a node"])
@@ -1109,6 +1114,7 @@ PAIRS: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], int]] = {
     "two gates": (lambda a, b, c: F.silu(a @ b) * F.silu(a @ c), (A, B, B2), 0),
     "other operand": (lambda a, b, r: F.silu(a @ b) * r, (A, B, R), 0),
     "squared up": (lambda a, b, c: F.silu(a @ b) * (z := a @ c) * z, (A, B, B2), 0),
+    "one column": (lambda a, b, c: F.silu(a @ b) * (a @ c), (A, B, B2[:, :1].contiguous()), 0),
     "other columns": (
         lambda a, b, c: F.silu(a @ b) * (a @ c).expand(4, 6), (A, B, B2[:, :1].contiguous()), 0,
     ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from dataclasses import replace
@@ -1317,6 +1318,28 @@ def test_a_bind_that_takes_too_long_is_given_up() -> None:
     made._collect(100.0 + limit)
     assert str(made._outcomes[problem(), hung]) == f"did not bind within {limit:g} s"
     assert made._binding == {}
+
+
+@pytest.mark.parametrize("name", ["k", "blas"])
+def test_late_candidates_do_not_wait_for_threads_that_are_stalled(name: str) -> None:
+    """As many as may be stalled; only BLAS is bound after the deadline."""
+    made = CandidateLaunchers(
+        SimpleNamespace(), 1, None, torch.device("cpu"), None, Deadline(0.0), {}  # type: ignore[arg-type]
+    )  # fmt: skip
+    most = 1 + candidate_launchers._MOST_STALLED
+    begun = time.monotonic() - candidate_launchers.STALLED
+    made._binding = {
+        (problem(), tried("a", tile)): (begun, Future()) for tile in range(1, most + 1)
+    }
+    made._waiting |= futures(**{name: True})
+    steps = made.some()
+    if name == "blas":
+        assert len(next(steps)) == most
+        steps.close()
+        return
+    found = by_name(drained(steps))
+    assert (list(found), str(found["k"])) == (["k"], BUDGET_ENDED)
+    assert len(made._binding) == most
 
 
 def test_a_thread_binds_on_the_device_of_its_tuning(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -717,13 +717,14 @@ def test_each_argument_takes_memory_of_both_sets() -> None:
 
     plain = least()
     for fields, size in (
-        ({"residual": F32}, 600 * 500), ({"residual": Operand(torch.float16)}, 600 * 500 / 2),
-        ({"epilogue": tile}, 600 * 500),
+        ({"residual": F32}, 600 * 500), ({"epilogue": tile}, 600 * 500),
         ({"groups": replace(groups, a_index=torch.int64)}, (3 * 200 + 1024 + 8 - 600) * 64),
         ({"bias": torch.float32}, 3 * 2 * 500),
     ):  # fmt: skip
         more = (least(**fields) - plain) * 5 / 8
         assert 2 * 4 * size <= more <= 2 * 4 * 1.1 * size + 34 * 2**20, fields
+    wider = (least(residual=F32) - least(residual=F16)) * 5 / 8
+    assert 2 * 2 * 600 * 500 <= wider <= 2 * 2 * 1.5 * 600 * 500
 
 
 def test_two_sets_are_made_and_samples_on_request() -> None:

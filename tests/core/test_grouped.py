@@ -476,6 +476,19 @@ def test_vmapped_calls_run_one_after_another() -> None:
             torch.testing.assert_close(of, one)
 
 
+@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
+@pytest.mark.parametrize("columns", [False, True])
+def test_a_batch_of_gradients_of_both_operands(columns: bool) -> None:
+    b = randn(3, 8, 16).mT if columns else randn(3, 16, 8)
+    operands = randn(12, 16).requires_grad_(), b.requires_grad_()
+    y = tmm_core.grouped_matmul(*operands, offs=OFFS)
+    each = randn(2, *y.shape)
+    found = torch.autograd.grad(y, operands, each, is_grads_batched=True, retain_graph=True)
+    for i, grad in enumerate(each):
+        expected = torch.autograd.grad(y, operands, grad, retain_graph=True)
+        torch.testing.assert_close(tuple(batch[i] for batch in found), expected)
+
+
 @pytest.mark.parametrize("shape", [(1, 16, 8), (1, 16, 6), (5, 1, 8), (5, 16, 1), (1, 1, 1)])
 @pytest.mark.parametrize("form", ["m", "k", "n"])
 @pytest.mark.parametrize("packed", [False, True])
