@@ -940,6 +940,19 @@ def test_a_choice_says_where_its_record_is(tmp_path: Path) -> None:
     assert found == Choice(candidate, "tuned", found.reason, "one")
 
 
+def test_only_blas_has_to_propose_a_config_on_record(tmp_path: Path) -> None:
+    """BLAS has no fallback if the config, found for another M, does not bind."""
+    blas, fast = FakeBlas(), FakeKernel("fast", tiles=(1, 2))
+    d, _ = dispatcher(blas, fast, root=tmp_path)
+    for kernel in (fast, blas):
+        assert d.candidate(result(kernel.name, 1.0), [kernel], problem()) is not None
+    other = {"config": {"tile": 4}}
+    found = d.candidate(result("fast", 1.0, **other), [fast], problem())
+    assert found == Candidate(fast, FakeConfig(tile=4))
+    with pytest.warns(TmmWarning, match="tile=4 on record is not a config for"):
+        assert d.candidate(result("blas", 1.0, **other), [blas], problem()) is None
+
+
 @pytest.mark.parametrize(
     ("raises", "fault"),
     [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -1052,6 +1053,24 @@ def test_a_factor_of_a_summand_is_a_part_of_a_function(alpha: int, found: str) -
     assert [tail.epilogue for tail in tails(graph)] == [found]
 
 
+@pytest.mark.parametrize(
+    ("function", "found"),
+    [
+        (lambda z: (F.silu(z[:, :3]) * z[:, 3:], None), "swiglu"),
+        (lambda z: (F.silu(z[:, :3]) * z[:, 3:], z[:, 1:2] + 1), ""),
+        (lambda z: (F.silu(z[:, :3]) * z[:, 3:], z + 1), ""),
+        (lambda z: (F.silu(z[:, :4]) * z[:, 2:], None), ""),
+        (lambda z: (F.silu((h := z.split([3, 3], -1))[0]) * h[1], h[1] + 1), ""),
+    ],
+    ids=["halves", "a third part", "the whole", "overlapping parts", "up"],
+)
+def test_a_gate_reads_all_that_is_read_of_its_product(
+    function: Callable[[Tensor], Any], found: str
+) -> None:
+    graph, _ = graph_of(lambda a, b: function(a @ b), FP32, A, B)
+    assert [tail.epilogue for tail in tails(graph)] == [found]
+
+
 @pytest.mark.parametrize("name", ["beta", "alpha of a node"])
 def test_a_product_that_no_call_computes_has_no_terms(name: str) -> None:
     graph, _ = graph_of(lambda a, b, v: torch.addmm(v, a, b, beta=0.5), FP32, A, B, V)
@@ -1279,6 +1298,47 @@ def test_a_product_of_torch_within_a_launch_announces_its_kernel(
     assert [*old] == ([("x",), ("y",)] if nested else [("y",)])
     assert [*aten_answers.answers] == ([("mm",)] if nested else [])
     assert not operator.pace.chose
+
+
+@pytest.mark.parametrize("saved", [2.0, None])
+@pytest.mark.parametrize(
+    ("lasting", "capturing", "where"),
+    [(True, False, "answers"), (False, False, "passing"), (True, True, ""), (False, True, "")],
+)
+def test_how_long_an_answer_is_kept(
+    saved: float | None,
+    lasting: bool,
+    capturing: bool,
+    where: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A capture restricts the choice, so its answer is not kept."""
+    tables: dict[str, dict[Any, Any]] = {"answers": {}, "passing": {}, "through": {}}
+    for name, table in tables.items():
+        monkeypatch.setattr(aten_answers, name, table)
+    plan = SimpleNamespace(
+        kernel="blas" if saved is None else "k",
+        launcher="launch",
+        choice=SimpleNamespace(lasting=lasting),
+        problem=SimpleNamespace(capturing=capturing, bias=BF16 if lasting else None),
+    )
+    monkeypatch.setattr(aten_answers.warm, "make_plan", lambda *given, **more: plan)
+    monkeypatch.setattr(aten_answers, "_saved_us", lambda given: saved)
+    operator = aten_answers.Operator(
+        "mm", SimpleNamespace(call_boxed=None), None, "heuristic", host_bound.Pace(list), list
+    )
+    key = ("part", 1), 2
+    call: Any = SimpleNamespace(a=torch.zeros(1))
+    found = operator.first(key, call)
+    kept = {name: table for name, table in tables.items() if table}
+    expected: dict[str, Any] = {where: {key: found}} if where else {}
+    if saved is None and where == "answers":
+        expected["through"] = {key[0]: aten_answers.THROUGH}
+    assert kept == expected
+    assert (found.kernel, found.launch) == (plan.kernel, plan.launcher if saved else None)
+    assert found.as_bias is (saved is not None and lasting)
+    assert (found is aten_answers.THROUGH) is (saved is None and where != "passing")
+    assert (found.until > time.monotonic()) is (where == "passing")
 
 
 @pytest.mark.parametrize("answered", [True, False])

@@ -597,6 +597,17 @@ def test_int8_of_torchao() -> None:
     assert torch.equal(found.dequantize().float(), 2.0 * (INT8["qdata"] - 1))
 
 
+@pytest.mark.parametrize("stack", [(), (2,)])
+def test_groups_of_torchao_in_a_stack(stack: tuple[int, ...]) -> None:
+    shape = *stack, 4, 64
+    data = torch.arange(math.prod(shape)).remainder(100).to(torch.int8).view(shape)
+    scale = 2.0 ** torch.arange(math.prod(stack) * 8).remainder(5).view(*stack, 4, 2)
+    fields = {"qdata": data, "scale": scale, "zero_point": torch.zeros_like(scale),
+              "block_size": (*[1] * len(stack), 1, 32)}  # fmt: skip
+    found = foreign.read(stranger("Int8Tensor", **fields))
+    assert torch.equal(found.dequantize().float(), data * scale.repeat_interleave(32, -1))
+
+
 @pytest.mark.parametrize(
     ("name", "changes"),
     [

@@ -801,3 +801,21 @@ def test_sums_without_tensor_cores_have_their_own_tiles() -> None:
     for device in (DECODE.device, replace(DECODE.device, interpreted=True)):
         problem = replace(DECODE, **dict.fromkeys("ab", Operand(torch.float32)), device=device)
         assert proposed(problem, [LEAST]) == proposed(problem, [MOST]) != [MOST]
+
+
+def test_every_launch_of_a_call_is_compiled() -> None:
+    """Otherwise a first call would compile the others, in a process that measures."""
+    seen: list[Any] = []
+
+    class Several(SplitK):
+        def builds(self, problem: Problem, config: Any) -> Any:
+            return [
+                SimpleNamespace(compile_for=lambda target, i=i: seen.append((i, target.arch)))
+                for i in range(3)
+            ]
+
+    config = SplitKConfig(**TILE, SPLIT_K=2, SWAP=False)
+    Several().compile(ask(), config)
+    assert seen == [(0, 90), (1, 90), (2, 90)]
+    Several().compile(problem_of(*torch.ones(3, 16, 16)), config)  # interpreted
+    assert len(seen) == 3
