@@ -604,6 +604,24 @@ def test_a_record_is_of_sizes_of_the_ragged_dimension(along: Any) -> None:
     assert columns[1:4:2] == (f"µs at {along.upper()}=64", f"µs at {along.upper()}=33")
 
 
+def test_the_last_column_says_what_became_of_a_candidate() -> None:
+    """In the order of their states, each without a reason of its own unless it has one."""
+    lost = [
+        revised(result(name, 7.0), status=status, reason=reason)
+        for name, status, reason in (
+            ("f", "failed", ""), ("why", "failed", "no disk"), ("w", "wrong", ""), ("s", "slow", "")
+        )
+    ]  # fmt: skip
+    late = revised(result("late", 4.0), steady_us=30.0)
+    blas = revised(result("blas", 10.0), steady_us=10.0)
+    best = revised(result("k", 5.0), steady_us=6.0)
+    _, rows = _measurements(recorded(problem(m=64), best, blas, late, *lost))
+    assert [(row[0], row[-1]) for row in rows] == [
+        ("late", "slower than blas in steady state"), ("k", "← winner"), ("blas", ""),
+        ("s", "eliminated early"), ("w", "wrong"), ("f", "failed"), ("why", "no disk"),
+    ]  # fmt: skip
+
+
 def test_before_the_first_m_that_was_measured_blas_answers(tmp_path: Path) -> None:
     """The measurements of a bucket may begin at a larger M than the bucket."""
     times = {("fast", 1): 5.0, "blas": 10.0}

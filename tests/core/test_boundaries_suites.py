@@ -175,6 +175,32 @@ def test_tests_on_a_gpu_are_skipped_with_the_kernels_reason(
 
 
 @pytest.mark.parametrize(
+    ("wrong", "waits", "fault"),
+    [(9, False, ""), (1, False, "error .* exceeds"), (9, True, "exact waits for the GPU")],
+)
+def test_a_launch_behind_queued_work_is_right_and_does_not_wait(
+    wrong: int, waits: bool, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = SimpleNamespace(query=lambda: waits, synchronize=lambda: None)
+    stand_ins: dict[str, Any] = {
+        "synchronize": lambda: None,
+        "_sleep": lambda cycles: None,
+        "Stream": lambda: stream,
+        "stream": lambda of: contextlib.nullcontext(),
+    }
+    for name, stand_in in stand_ins.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    checked = suite(Exact(lambda m, tile, number: float(number == wrong)))
+    tensors = conformance._Tensors.of(problem(), torch.device("cpu"))
+    monkeypatch.setattr(checked, "_tensors_on_gpu", lambda: tensors)
+    if not fault:
+        run(checked.test_current_stream)
+        return
+    with pytest.raises((AssertionError, Failed), match=fault):
+        run(checked.test_current_stream)
+
+
+@pytest.mark.parametrize(
     ("time", "bytes_", "passes"),
     [
         (None, 0, True), (1e-3, 1, True), (0.0, 0, False), (-1.0, 0, False),

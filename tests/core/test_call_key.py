@@ -330,6 +330,15 @@ def test_a_plan_of_an_untuned_choice_does_not_answer_where_none_is_allowed(
     with pytest.raises(tmm_core.CacheMissError):
         tmm_core.matmul(**plain, on_cache_miss="error")
     make(plain)
+    weight = {"x": plain["a"], "weight": plain["b"].t()}
+    tmm_core.linear(**weight)
+    for setting, error in (
+        ({"on_cache_miss": "error"}, tmm_core.CacheMissError),
+        ({"kernel": "none"}, tmm_core.UnknownNameError),
+        ({"kernel": "blas", "config": {"none": 1}}, tmm_core.ConfigError),
+    ):
+        with pytest.raises(error):
+            tmm_core.linear(**weight, **setting)
 
 
 def test_properties_that_no_kernel_sees_make_no_new_plan(kernels: tuple[Exact, Exact]) -> None:

@@ -138,6 +138,19 @@ def test_a_gate_is_proven_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert activation.gate_epilogue(torch.nn.Module(), Layer.gate) is None
 
 
+def test_a_gate_of_its_own_numbers_is_compared_with_the_layers() -> None:
+    class Fixed(Layer):
+        def gate(self, z: Tensor) -> Tensor:
+            gate, up = z[..., ::2].clamp(max=7.0), z[..., 1::2].clamp(min=-7.0, max=7.0)
+            return (up + 1) * (gate * torch.sigmoid(gate * 1.702))
+
+    layer = Fixed()
+    for alpha, limit in ((1.0, 7.0), (1.702, 7.0), (1.702, 3.0), (1.0, 7.0)):
+        layer.alpha, layer.limit = alpha, limit
+        found = CLAMPED.key if (alpha, limit) == (1.702, 7.0) else None
+        assert activation.gate_epilogue(layer, Fixed.gate) == found
+
+
 def test_a_gate_that_depends_on_the_mode_is_known_in_each() -> None:
     class Mode(Layer):
         def gate(self, z: Tensor) -> Tensor:

@@ -127,6 +127,7 @@ LIMITS: list[tuple[type, dict[str, Any], list[dict[str, Any]], list[dict[str, An
             {"ranges": 2, "tail_splits": 2, "BLOCK_N": 64}, {"early": "a"}, {"evict_first": 1},
             {**THREE, "BLOCK_M": 128}, {"consumers": 1, "BLOCK_M": 192, "BLOCK_N": 64},
             {"BLOCK_M": 64}, {"BLOCK_M": 96}, {"num_warps": 8},
+            {"num_warps": 8, "consumers": 1, "BLOCK_M": 64, "BLOCK_N": 64},
             {"BLOCK_N": 64, "BLOCK_K": 16}, {"BLOCK_N": 112}, {"BLOCK_K": 256},
             {"BLOCK_N": 144, "subtiles": 9, "BLOCK_K": 32}, {"num_stages": 1}, {"num_stages": 17},
             {"BLOCK_N": 144, "subtiles": 9, "tail_splits": 2}, {"GROUP_M": 0}, {"GROUP_M": 1025},

@@ -32,7 +32,7 @@ from tmm_triton.realigned import Misaligned, Realigned, bind_copy, copy_build
 from tmm_triton.roofline import resident, times_us
 from tmm_triton.skinny import Skinny, SkinnyConfig
 from tmm_triton.split_k import SplitK, SplitKConfig
-from tmm_triton.triton_kernel import proposed
+from tmm_triton.triton_kernel import _with_fewer_stages, proposed
 from triton import language as tl
 from triton.runtime import interpreter
 
@@ -819,3 +819,15 @@ def test_every_launch_of_a_call_is_compiled() -> None:
     assert seen == [(0, 90), (1, 90), (2, 90)]
     Several().compile(problem_of(*torch.ones(3, 16, 16)), config)  # interpreted
     assert len(seen) == 3
+
+
+@pytest.mark.parametrize(
+    ("stages", "room", "left"), [(4, 0, 4), (4, -1, 3), (1, -1, 1), (2, -(10**9), 1)]
+)
+def test_stages_are_left_out_until_a_tile_fits(stages: int, room: int, left: int) -> None:
+    """A block may use all of the shared memory; one stage is tried in any case."""
+    config = SplitKConfig(**TILE | {"num_stages": stages}, SPLIT_K=2, SWAP=False)
+    instance = ask()
+    memory = config.shared_memory(instance) + room
+    small = replace(instance, device=replace(instance.device, shared_memory=memory))
+    assert _with_fewer_stages(small, config) == replace(config, num_stages=left)
