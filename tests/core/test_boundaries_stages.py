@@ -4,6 +4,7 @@ candidates stay, are timed again and are recorded, and which configs are tried a
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import time
 from collections.abc import Sequence
@@ -1355,7 +1356,9 @@ def test_a_thread_binds_on_the_device_of_its_tuning(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_the_outcomes_of_a_candidate_at_another_m(late: bool) -> None:
+def test_the_outcomes_of_a_candidate_at_another_m(
+    late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A fault counts against the kernel, a lack of memory does not. Only BLAS is not verified."""
 
     def raising(error: BaseException) -> Any:
@@ -1390,7 +1393,26 @@ def test_the_outcomes_of_a_candidate_at_another_m(late: bool) -> None:
         return verify(run, verifier, *extent)
 
     one._verify = noted  # type: ignore[method-assign]
+    events: list[Any] = []
+    release, measure = stages.Verifier.release, one._measure
+
+    def released(verifier: Any) -> None:
+        events.append(verifier.problem.m)
+        release(verifier)
+
+    def measured(guests: Any, *how: Any) -> Any:
+        events.append(names(guests))
+        return measure(guests, *how)
+
+    monkeypatch.setattr(stages.Verifier, "release", released)
+    one._measure = measured  # type: ignore[method-assign]
     drained(one.measure_at({33: [*runs.values()], 40: [runs["blas"]]}))
+    # Tensors for verification are released before others are allocated.
+    around = one._problem.m
+    assert [event for event, _ in itertools.groupby(events)] == [
+        around,
+        *([] if late else [33, "blas1 ok1", 40, "blas1"]),
+    ]
     assert verified == [(name, 33) for name in runs if name != "unbound" and not late]
     times = {name: run.inside_us for name, run in runs.items() if run.inside_us}
     assert times == ({} if late else {"blas": {33: 9.0, 40: 8.0}, "ok": {33: 7.0}})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import signal
 import subprocess
@@ -1210,6 +1211,25 @@ def test_a_module_that_an_import_would_find_elsewhere_is_refused(
 
 def benched(*arguments: str) -> argparse.Namespace:
     return cli._parser().parse_args(["bench", *arguments])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "found"),
+    [
+        ("", {"read": None, "kernel": [], "shapes": [], "squares": [], "sweep": [], "regret": 0,
+              "limit": None, "seconds": None, "max_seconds": math.inf, "output": None,
+              "records": True, "tune": True}),
+        ("--from a b", {"read": [Path("a"), Path("b")]}),
+        ("--kernel a,b --kernel c", {"kernel": ["a", "b", "c"]}),
+        ("--limit 3 --regret 4", {"limit": 3, "regret": 4}),
+        ("--no-records --no-tune", {"records": False, "tune": False}),
+        ("--seconds-per-problem 2 --max-seconds 5", {"seconds": 2.0, "max_seconds": 5.0}),
+        ("--output x --resume", {"output": Path("x"), "resume": True, "markdown": False}),
+    ],
+)  # fmt: skip
+def test_options_of_a_benchmark(arguments: str, found: dict[str, Any]) -> None:
+    options = benched(*arguments.split())
+    assert {name: getattr(options, name) for name in found} == found
 
 
 def test_a_quick_run_takes_two_minutes_or_the_users_limit() -> None:

@@ -14,6 +14,7 @@ import random
 import re
 import signal
 import sys
+import weakref
 from collections import UserDict
 from dataclasses import replace
 from pathlib import Path
@@ -725,6 +726,19 @@ def test_each_argument_takes_memory_of_both_sets() -> None:
         assert 2 * 4 * size <= more <= 2 * 4 * 1.1 * size + 34 * 2**20, fields
     wider = (least(residual=F32) - least(residual=F16)) * 5 / 8
     assert 2 * 2 * 600 * 500 <= wider <= 2 * 2 * 1.5 * 600 * 500
+
+
+def test_a_release_keeps_no_tensor() -> None:
+    data = DataSets(problem(m=8, n=8), CPU, 1 << 30)
+    data.poison_free_memory()
+    tensors = [*data._kept, *(each.inputs.a for each in data.sets()), data.out(1).tensor]
+    kept = [weakref.ref(t) for t in tensors]
+    assert len(kept) > 3
+    data.altered.add("a")
+    del tensors
+    data.release()
+    assert [ref() for ref in kept] == [None] * len(kept)
+    assert data.changed_inputs() == []
 
 
 def test_two_sets_are_made_and_samples_on_request() -> None:
