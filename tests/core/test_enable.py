@@ -1175,7 +1175,7 @@ def test_the_cost_of_passing_is_that_of_the_entry(monkeypatch: pytest.MonkeyPatc
 def test_the_cost_of_passing_is_the_difference_of_the_least_times(
     usual: list[int], probed: list[int], cost: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Times of 40 calls, in turns; 0 if the entry only seems to be faster."""
+    """Times of 40 calls, interleaved; 0 if the entry only seems to be faster."""
     took = (1e-6 * 40 * us for pair in zip(usual, probed, strict=True) for us in pair)
     times = (each for us in took for each in (0.0, us))
     monkeypatch.setattr(aten_report, "time", SimpleNamespace(perf_counter=lambda: next(times)))
