@@ -25,6 +25,7 @@ from fakes import FakeBlas, FakeConfig, FakeKernel, dispatcher, plugin, problem,
 from test_registry import EntryPoint, names, registry
 from tmm_cache.fields import TEXT_MAX
 from torch import nn
+from torch._subclasses import FakeTensorMode
 
 from tmm_core import (
     ConfigError,
@@ -267,6 +268,22 @@ def test_a_query_leaves_how_the_callers_thread_computes(method: str) -> None:
     with pytest.warns(TmmWarning, match=f"{method} changed the grad mode, which was put back"):
         own.candidates(problem(), settings())
     assert torch.is_grad_enabled()
+
+
+def test_an_import_is_not_part_of_the_first_call() -> None:
+    """A tensor of a module that the first call imports is one for all calls."""
+    made: list[torch.Tensor] = []
+
+    class Table(EntryPoint):
+        def load(self) -> Any:
+            made.append(torch.ones(2, requires_grad=True) * 2)
+            return super().load()
+
+    with torch.inference_mode(), FakeTensorMode():
+        assert names(registry(Table("a", plugin(FakeKernel("a"))), baseline=FakeBlas))
+        assert torch.is_inference_mode_enabled()
+    (made[0] * made[0]).sum().backward()  # saves it, which a tensor of inference mode refuses
+    assert type(made[0]) is torch.Tensor
 
 
 def test_an_import_may_register_another_plugin() -> None:

@@ -17,10 +17,11 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
 from tmm_base.guards import drop_frames, foreign_place, suppress
 from tmm_cache.fields import A_NAME, NAME_MAX, is_name
 
-from tmm_core import formats
+from tmm_core import compat, formats
 from tmm_core.epilogues import EPILOGUES, parse
 from tmm_core.errors import (
     PluginError,
@@ -199,7 +200,11 @@ class Registry:
                 if self._loading or not mine:
                     return
                 if not self._loaded:
-                    with self._all_or_nothing(), collector_off(), nested():
+                    # Tensors that a module makes outlive the mode of the first call.
+                    with (
+                        compat.without_modes(), torch.inference_mode(False),
+                        self._all_or_nothing(), collector_off(), nested(),
+                    ):  # fmt: skip
                         self._load_all()
         if self._unreported:
             self._report()
