@@ -327,6 +327,20 @@ def test_an_empty_search_space_is_not_a_fault() -> None:
     assert d.choose(problem(m=128), settings()).candidate.kernel.name == "narrow"
 
 
+def test_the_memory_of_a_launcher_is_for_calls_in_every_mode() -> None:
+    """Torch refuses to write to a tensor of inference mode outside of it."""
+
+    class Scratch(FakeKernel):
+        def bind(self, problem: Any, config: FakeConfig) -> Any:
+            scratch = torch.empty(problem.m, problem.n)
+            return lambda a, b, *_: torch.mm(a, b, out=scratch)
+
+    with torch.inference_mode():
+        launch: Any = CheckedKernel(Scratch("k"), Source("p")).bind(problem(8, 4, 6), FakeConfig())
+    a, b = torch.randn(8, 6), torch.randn(6, 4)
+    torch.testing.assert_close(launch(a, b), a @ b)
+
+
 def test_a_bind_that_fails_names_the_kernel_and_the_line_of_its_author() -> None:
     class Lame(FakeKernel):
         def bind(self, problem: Any, config: FakeConfig) -> Any:

@@ -195,7 +195,8 @@ class CheckedKernel(Kernel[Any]):
             TmmError, torch.OutOfMemoryError: As raised by the kernel.
         """
         passing = (TmmError, torch.OutOfMemoryError)
-        return self._call("bind", _launcher, problem, config, compiles=True, passing=passing)
+        with torch.inference_mode(False):  # calls outside of it may write to what a launcher holds
+            return self._call("bind", _launcher, problem, config, compiles=True, passing=passing)
 
     def compile(self, problem: Problem, config: Any) -> None:
         with self._running("compile", COMPILE_PATIENCE):
