@@ -6,6 +6,7 @@ from mutant import Mutant
 
 INTEROP = "tests/core/test_boundaries_interop.py"
 NN = "tests/core/test_boundaries_nn.py"
+FUSING = "tests/core/test_boundaries_fusing.py"
 
 REDRAWN = [
     Mutant("redrawn-recorded-product", "nn/gated_product.py",
@@ -473,4 +474,50 @@ REDRAWN = [
            ":\n        return tail\n    return replace(grown, last=add",
            "a compiled sum has other strides than torch's",
            ("tests/core/test_inductor.py::test_a_sum_keeps_its_memory_layout",)),
+    Mutant("redrawn-called-function", "nn/trace.py",
+           "called = isinstance(value, _FUNCTIONS) and value in targets",
+           "called = isinstance(value, _FUNCTIONS)",
+           "a forward is fused although a function's answer decides what it computes",
+           (f"{FUSING}::test_why_a_forward_is_not_fused",)),
+    Mutant("redrawn-linear-on-a-miss", "tmm_core/api.py",
+           "            and (kernel is None and config is None and on_cache_miss is None)\n"
+           "            and (out is None and scale_a is None and scale_b is None)\n"
+           "            and (epilogue is None or type(epilogue) is str)\n"
+           "            and warm.fast_path_allowed(x,",
+           "            and (kernel is None and config is None)\n"
+           "            and (out is None and scale_a is None and scale_b is None)\n"
+           "            and (epilogue is None or type(epilogue) is str)\n"
+           "            and warm.fast_path_allowed(x,",
+           "linear(on_cache_miss=) is ignored where a plan answers",
+           ("tests/core/test_call_key.py::"
+            "test_a_plan_of_an_untuned_choice_does_not_answer_where_none_is_allowed",)),
+    Mutant("redrawn-answer-of-a-capture", "interop/aten_answers.py",
+           "        if capturing:  # which restricts the choice\n            return answer\n", "",
+           "calls outside of a capture get the choice that it allowed",
+           (f"{INTEROP}::test_how_long_an_answer_is_kept",)),
+    Mutant("redrawn-batched-second", "interop/grouped_operator.py",
+           "        or compat.is_batched(a)\n        or compat.is_batched(b)\n    )\n    if not seen",
+           "        or compat.is_batched(a)\n    )\n    if not seen",
+           "a batch of gradients of a grouped weight is launched as one tensor",
+           ("tests/core/test_grouped.py::test_a_batch_of_gradients_of_both_operands",)),
+    Mutant("redrawn-third-part", "interop/tails.py",
+           "nodes, complete = users, len(users) == 2", "nodes, complete = users, True",
+           "a part of a product that something else reads is removed",
+           (f"{INTEROP}::test_a_gate_reads_all_that_is_read_of_its_product",)),
+    Mutant("redrawn-later-launches", "tmm_triton/triton_kernel.py",
+           "for build in self.builds(problem, config) if target",
+           "for build in self.builds(problem, config)[:1] if target",
+           "the second launch of a call is compiled while candidates are timed",
+           ("tests/plugins/test_boundaries_kernels.py::test_every_launch_of_a_call_is_compiled",)),
+    Mutant("redrawn-refused-note", "tmm_cache/notes.py",
+           "if self.get(about) == value and about not in self._unwritten:",
+           "if self.get(about) == value:",
+           "a note that the disk refused is not written when it is added again",
+           ("tests/cache/test_cache_notes.py::"
+            "test_a_note_that_the_disk_refused_is_written_with_the_next",)),
+    Mutant("redrawn-late-candidates", "tuning/candidate_launchers.py",
+           "(len(self._binding) >= most and not late)", "len(self._binding) >= most",
+           "candidates wait for stalled threads after the deadline",
+           ("tests/core/test_boundaries_stages.py::"
+            "test_late_candidates_do_not_wait_for_threads_that_are_stalled",)),
 ]  # fmt: skip
