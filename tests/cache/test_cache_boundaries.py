@@ -6,6 +6,7 @@ import errno
 import gc
 import gzip
 import hashlib
+import math
 import os
 import stat
 import sys
@@ -623,6 +624,10 @@ def test_a_config_is_a_few_printable_scalars() -> None:
     for value in NO_CONFIGS:
         with pytest.raises(RecordError):
             fields.parameters(value)
+    for number in (math.nan, math.inf, -math.inf):
+        fault = f"^'x': found {number}, accepted is None, a boolean, a finite number or a text"
+        with pytest.raises(RecordError, match=fault):
+            fields.parameters({"x": number})
 
 
 @pytest.mark.parametrize("name", ["kernel", "version"])

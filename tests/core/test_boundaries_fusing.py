@@ -429,6 +429,16 @@ def by_a_function(self: Any, x: Tensor) -> Tensor:
     return self.act(self.up(x)) if chosen(x) else x
 
 
+def by_a_function_far_inside(self: Any, x: Tensor) -> Tensor:
+    def outside() -> bool:
+        def inside() -> bool:
+            return chosen(x)
+
+        return inside()
+
+    return self.act(self.up(x)) if outside() else x
+
+
 def chosen(x: Tensor) -> bool:
     return WIDE
 
@@ -472,6 +482,7 @@ of_no_module = types.FunctionType(by_a_global.__code__, {"TWICE": 2.0}, "of_no_m
         (by_handler, "its forward handles exceptions or enters contexts"),
         (by_isinstance, "its forward uses isinstance, which its trace does not show"),
         (by_a_function, "its forward uses chosen, which its trace does not show"),
+        (by_a_function_far_inside, "its forward uses chosen, which its trace does not show"),
         (other_layer_in_training, "it depends on the mode"),
     ],
     ids=lambda value: getattr(value, "__name__", None),

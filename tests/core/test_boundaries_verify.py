@@ -262,6 +262,17 @@ def test_the_reference_in_pieces_is_plain_mathematics(along: Any, room: int) -> 
     torch.testing.assert_close(sample.numbers, right[..., some, :5])
 
 
+@pytest.mark.parametrize("block", ["128x128", "row", "tensor", "1x128"])
+def test_the_reference_of_some_rows_has_their_scales(block: str) -> None:
+    fp8 = Operand(torch.float8_e4m3fn, scale=Scale.parse(block))
+    instance = problem(m=300, n=140, k=256, a=fp8, b=replace(fp8, layout="col"))
+    inputs = random_inputs.make(instance, CPU)
+    whole = compare.expected(instance, inputs).numbers
+    rows, cols = torch.tensor([0, 127, 128, 299]), torch.tensor([3, 128, 139])
+    found = compare.expected(instance, inputs, rows, cols).numbers
+    torch.testing.assert_close(found, whole[rows][:, cols])
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("lacking", [0, 1])
 def test_large_products_of_16_bits_are_summed_in_fp32(

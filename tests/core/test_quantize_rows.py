@@ -82,6 +82,19 @@ def test_the_kernel_equals_the_reference(m: int, k: int, group: int, dtype: torc
     assert not group or scale.stride() == expected.stride()
 
 
+@pytest.mark.skipif(
+    not interpreting() and not torch.cuda.is_available(), reason="needs the interpreter or a GPU"
+)
+@pytest.mark.parametrize("group", [0, 128])
+def test_rows_with_gaps_between_them(group: int) -> None:
+    device = "cpu" if interpreting() else "cuda"
+    x = drawn(5, 160, dtype=BF16, device=device)[:, :128]
+    stored, scale = QuantizeRows(BF16, 128, group, True, torch.device(device))(x)
+    expected_stored, expected = row_quantization._by_torch(x, group)
+    same(stored, expected_stored)
+    same(scale, expected)
+
+
 @pytest.mark.parametrize(
     ("dtype", "k", "group", "aligned", "divisible"),
     [

@@ -20,7 +20,7 @@ from torch import nn
 
 import tmm_core
 from tmm_core import Quantized, api, quantize
-from tmm_core.nn import Experts, convert, stored_weights
+from tmm_core.nn import Experts, convert, stored_experts, stored_weights
 from tmm_core.nn.mxfp4_experts import Mxfp4Experts
 
 Tensor = torch.Tensor
@@ -551,6 +551,21 @@ def test_tmms_own_experts_are_rounded(products: list[Any]) -> None:
         found, expected = layer(x, index, weights), exact(x.double(), index, weights.double())
     torch.testing.assert_close(found.double(), expected, rtol=0.03, atol=0.03)
     assert products[0][0].block == (1, 0)  # all of K is a group of 64
+
+
+def test_a_gate_that_other_code_put_in_a_class_is_not_the_classs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Theirs:
+        def _apply_gate(self, z: torch.Tensor) -> torch.Tensor:
+            return z
+
+    assert not stored_experts.owns(Theirs._apply_gate)  # it is no class of Transformers
+    monkeypatch.setattr(stored_experts, "loaded", lambda *names: Theirs)
+    assert stored_experts.owns(Theirs._apply_gate)
+    assert not stored_experts.owns(nn.Linear.forward)
+    Theirs._apply_gate = nn.Linear.forward  # type: ignore[method-assign,assignment]
+    assert not stored_experts.owns(Theirs._apply_gate)
 
 
 def test_experts_for_a_hubs_kernels_are_named(ours: Any) -> None:

@@ -342,6 +342,7 @@ def test_other_bits_are_a_fault_of_deterministic_kernels_alone() -> None:
     for instance in (None, given):
         assert "other bits" in str(verdict(wavering, instance, repeats=3).reason)
         assert verdict(wavering, instance, repeats=3, deterministic=False).ok
+        assert verdict(wavering, instance, repeats=3, baseline=True).ok  # BLAS is not judged
 
 
 @pytest.mark.parametrize(

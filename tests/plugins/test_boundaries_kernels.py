@@ -831,3 +831,18 @@ def test_stages_are_left_out_until_a_tile_fits(stages: int, room: int, left: int
     memory = config.shared_memory(instance) + room
     small = replace(instance, device=replace(instance.device, shared_memory=memory))
     assert _with_fewer_stages(small, config) == replace(config, num_stages=left)
+
+
+def test_a_launch_is_compiled_ahead_with_its_own_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other options would be another function, and the first call would compile its own."""
+    seen: list[Any] = []
+    monkeypatch.setattr(
+        operands, "compile_for", lambda target, src, **options: seen.append((src, options))
+    )
+    monkeypatch.setattr(operands, "source", lambda *given: given)  # is not of interpreted ones
+    config = SplitKConfig(**TILE | {"num_warps": 8}, SPLIT_K=2, SWAP=False)
+    for made in SplitK().builds(ask(), config):
+        made.compile_for("target")  # type: ignore[arg-type]
+        given = made.fn, made.types, made.constants, made.divisible
+        assert seen.pop() == (given, made.options)
+    assert SplitK().builds(ask(), config)[0].options["num_warps"] == 8
