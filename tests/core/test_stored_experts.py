@@ -355,6 +355,8 @@ def test_converted_experts_leave_training_to_transformers(
 @pytest.mark.parametrize("exponents", [True, False])
 def test_experts_of_4_bits(exponents: bool, ours: Any) -> None:
     """As in DeepSeek-V4, whose other layers are in 8 bits."""
+    # Transformers gives the class its interface where it first replaces a layer.
+    in_fp8(tiny("Qwen3Moe"), (128, 128), False, [])
     fp8 = importlib.import_module("transformers.integrations.finegrained_fp8")
     config = tiny("Qwen3Moe").config
     config.expert_dtype, config._experts_implementation = "fp4", "tmm"
