@@ -8,6 +8,7 @@ import io
 import math
 import pickle
 import random
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -1085,6 +1086,19 @@ def test_a_long_error_of_a_trace_is_cut() -> None:
     (apart,) = convert(LongError()).not_fused
     assert "a long story" in apart.reason
     assert len(apart.reason) < 120
+
+
+class Leaves(Pair):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not isinstance(x, torch.Tensor):
+            sys.exit("no tensor")
+        return super().forward(x)
+
+
+def test_a_forward_that_ends_the_process_without_a_tensor_is_left_unfused() -> None:
+    (apart,) = convert(model := Leaves()).not_fused
+    assert apart.reason == "its forward cannot be traced (SystemExit: no tensor)"
+    assert type(model.fc1) is Linear
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])

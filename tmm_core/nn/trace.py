@@ -195,7 +195,7 @@ def _graph(module: nn.Module, training: bool) -> fx.Graph:
         raise NotProvenError(
             "its forward depends on the values or the shape of its input"
         ) from None
-    except Exception as error:  # third-party code, run on symbols
+    except BaseException as error:  # third-party code, run on symbols, which may call sys.exit
         reraise(error)
         raise NotProvenError(_shortly(error)) from None
     if any(before.get(name, stand_in) is not value for name, value in after.items()):
@@ -203,7 +203,7 @@ def _graph(module: nn.Module, training: bool) -> fx.Graph:
     return graph
 
 
-def _shortly(error: Exception) -> str:
+def _shortly(error: BaseException) -> str:
     text = error_message(error).strip().partition("\n")[0]
     if "required positional argument" in text:
         return "its forward takes more than one argument"
