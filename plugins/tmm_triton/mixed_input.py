@@ -68,7 +68,12 @@ _PROMOTED, _MOST_PROMOTED = 64, 128
 _SOURCE = hashlib.sha256(
     b"".join(
         pkgutil.get_data("tmm_triton", name) or b""  # also from a zip
-        for name in ("mixed_input.py", "mixed_input_device.py", "stream_k.py")
+        for name in (
+            "mixed_input.py",
+            "mixed_input_device.py",
+            "stream_k.py",
+            "transposed_tiles.py",
+        )
     )
 ).hexdigest()[:12]
 
@@ -191,6 +196,9 @@ class Constants(MixedInputConfig):
     ZEROED: bool
     #: An index says where rows of the result are stored.
     SCATTERED: bool
+    #: The result is stored, and the residual is loaded, by four 16-bit floats at a time.
+    STORES_FOURS: bool
+    ADDS_FOURS: bool
     OVERLAPS: bool
     #: Makes Triton's cache key depend on the code of the properties below.
     SOURCE: str = _SOURCE
@@ -234,6 +242,8 @@ class Constants(MixedInputConfig):
             RAGGED=problem.groups is not None,
             ZEROED=problem.groups is not None and problem.groups.zeroed,
             SCATTERED=problem.groups is not None and problem.groups.out_index is not None,
+            STORES_FOURS=_by_fours(problem, problem.out),
+            ADDS_FOURS=_by_fours(problem, problem.residual),
             OVERLAPS=config.early != "",
         )
 
@@ -351,6 +361,32 @@ class Constants(MixedInputConfig):
         """The same of the other part, [rows, rest]."""
         return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, self.rest, 16])
 
+    def fours(self, height: int) -> gl.DistributedLinearLayout:
+        """The layout of ``height`` rows of a consumer's result by four neighbours, [height,
+        high / 4]. Four threads have a sector."""
+        return self._blocks_of_8(height, 4, [2, 1], [])
+
+    def pairs_of_rows(self, height: int) -> gl.DistributedLinearLayout:
+        """The same by pairs, [height, high / 2]."""
+        return self._blocks_of_8(height, 2, [4, 2], [1])
+
+    def pairs_of_blocks(self, height: int) -> gl.DistributedLinearLayout:
+        """The layout in which ``movmatrix`` leaves pairs, [height, high / 2]: four threads have
+        eight neighbours."""
+        return self._blocks_of_8(height, 2, [1, 2], [4])
+
+    def _blocks_of_8(
+        self, height: int, unit: int, quad: list[int], own: list[int]
+    ) -> gl.DistributedLinearLayout:
+        """Units of ``unit`` neighbours, at the distances ``quad`` among four threads and ``own`` in
+        a thread. The other threads of a warp have the other rows of a block."""
+        registers = [[0, at] for at in own]
+        registers += [[8 << i, 0] for i in range((height // 8).bit_length() - 1)]
+        registers += [[0, 64 // unit << i] for i in range((self.high // _WGMMA).bit_length() - 1)]
+        lanes = [*([0, at] for at in quad), [1, 0], [2, 0], [4, 0]]
+        warps = [[0, 16 // unit], [0, 32 // unit]]
+        return gl.DistributedLinearLayout(registers, lanes, warps, [], [height, self.high // unit])
+
     @property
     def worker_warps(self) -> list[int]:
         """Warps of each role except the first consumer, which is Triton's default partition. The
@@ -437,7 +473,7 @@ class MixedInput(Built[MixedInputConfig]):
     """16-bit rows, and a weight of packed numbers contiguous along K, on Hopper."""
 
     name = "triton.mixed_input"
-    version = "5"
+    version = "6"
     config_type = MixedInputConfig
     supports = Supports(
         devices=("cuda",),
@@ -612,6 +648,13 @@ def value_scaling(problem: Problem) -> str | None:
         return "pair"
     through_fp32 = b.form.name in ("int8", "fp8") and b.zero is None
     return "wide" if through_fp32 and b.scale.dtype.is_floating_point else None
+
+
+def _by_fours(problem: Problem, matrix: Operand | None) -> bool:
+    """Whether a matrix of the result's shape has rows of whole numbers of 64 bits."""
+    if matrix is None or matrix.layout != "row" or not matrix.aligned:
+        return False
+    return matrix.dtype.itemsize == 2 and problem.n % 4 == 0
 
 
 def _groups_share_step(b: Operand) -> bool:

@@ -14,7 +14,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tmm_core.triton import factors, releases
 from tmm_triton.blocks import store
-from tmm_triton.ragged import finish
+from tmm_triton.ragged import finished
 from tmm_triton.ragged_tiles import find_tile, store_table, zero_beyond
 from tmm_triton.stream_k import (
     add,
@@ -24,6 +24,7 @@ from tmm_triton.stream_k import (
     set_flag,
     start_of_share,
 )
+from tmm_triton.transposed_tiles import fours, fours_at, of_fours
 
 async_load = releases.async_load
 
@@ -588,8 +589,7 @@ def _scaled(total, group, columns, N, scales, C: gl.constexpr):
 
 @jit
 def _store_tile(acc, tile, part, sizes, scales, target, EPILOGUE: gl.constexpr, C: gl.constexpr):
-    """Finish and store sums of [rows of the weight, rows of a]. In ``wgmma``'s layout a warp stores
-    8 neighbours of a row at once: a half of a sector, which L2 completes."""
+    """Finish and store sums of [rows of the weight, rows of a]."""
     M, N, _K, _tile_rows, _groups = sizes
     out, bias, residual, alpha, indices, partials_ptr = target
     group, m, end, n = tile
@@ -611,11 +611,26 @@ def _store_tile(acc, tile, part, sizes, scales, target, EPILOGUE: gl.constexpr, 
         at = rows
         if indices[0] is not None:
             at = gl.load(indices[0] + rows, mask=rows < end, other=0)
-        finish(
+        added = residual[0]
+        if C.ADDS_FOURS:
+            added = None
+        y = finished(
             gate, up, group, rows, at, end, cols, N, N, bias[0], bias[1], bias[2], alpha,
-            indices[1], residual[0], 0, residual[1], residual[2], out[0], 0, out[1], out[2],
-            EPILOGUE, C.HALVES == 2, False,
+            indices[1], added, 0, residual[1], residual[2], EPILOGUE, C.HALVES == 2, False,
         )  # fmt: skip
+        if C.ADDS_FOURS:
+            T: gl.constexpr = residual[0].dtype.element_ty
+            pointers, inside = fours_at(residual[0], residual[1], tile, N, indices[0], HEIGHT, C)
+            loaded = gl.load(pointers, mask=inside, other=0)
+            y += of_fours(loaded, T, LAYOUT, C).to(gl.float32)
+        y = y.to(out[0].dtype.element_ty)
+        if C.STORES_FOURS:
+            pointers, inside = fours_at(out[0], out[1], tile, N, indices[0], HEIGHT, C)
+            gl.store(pointers, fours(y, C), mask=inside)
+        else:
+            pointers = out[0] + gl.expand_dims(at * out[1], 1) + gl.expand_dims(cols * out[2], 0)
+            inside = gl.expand_dims(rows < end, 1) & gl.expand_dims(cols < N, 0)
+            gl.store(pointers, y, mask=inside)
 
 
 @jit

@@ -64,8 +64,26 @@ def finish(
     residual_ptr, stride_rz, stride_rm, stride_rn, out_ptr, stride_oz, stride_om, stride_on,
     EPILOGUE: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """Store ``weight · EPILOGUE(alpha · acc + bias) + residual`` for rows below ``top`` and columns
-    left of ``right``. Row r of the tile is row ``at[r]`` of the result."""
+    """Store what :func:`finished` returns for rows below ``top`` and columns left of ``right``. Row
+    r of the tile is row ``at[r]`` of the result."""
+    acc = finished(
+        gate, up, group, rows, at, top, cols, right, N, bias_ptr, stride_biasz, stride_bias, alpha,
+        weights_ptr, residual_ptr, stride_rz, stride_rm, stride_rn, EPILOGUE, GATED, INTERLEAVED,
+    )  # fmt: skip
+    inside = (rows[:, None] < top) & (cols[None, :] < right)
+    ptrs = out_ptr + group * stride_oz
+    ptrs += at[:, None] * stride_om + cols[None, :] * stride_on
+    tl.store(ptrs, acc.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def finished(
+    gate, up, group, rows, at, top, cols, right, N,
+    bias_ptr, stride_biasz, stride_bias, alpha, weights_ptr,
+    residual_ptr, stride_rz, stride_rm, stride_rn,
+    EPILOGUE: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    """``weight · EPILOGUE(alpha · acc + bias) + residual``."""
     if bias_ptr is not None:
         bias_ptr += group * stride_biasz
     if GATED:
@@ -78,14 +96,12 @@ def finish(
     if weights_ptr is not None:
         weights = tl.load(weights_ptr + rows, mask=rows < top, other=0.0)
         acc *= weights.to(tl.float32)[:, None]
-    inside = (rows[:, None] < top) & (cols[None, :] < right)
     if residual_ptr is not None:
+        inside = (rows[:, None] < top) & (cols[None, :] < right)
         ptrs = residual_ptr + group * stride_rz
         ptrs += at[:, None] * stride_rm + cols[None, :] * stride_rn
         acc += tl.load(ptrs, mask=inside, other=0.0).to(tl.float32)
-    ptrs = out_ptr + group * stride_oz
-    ptrs += at[:, None] * stride_om + cols[None, :] * stride_on
-    tl.store(ptrs, acc.to(out_ptr.dtype.element_ty), mask=inside)
+    return acc
 
 
 @triton.jit

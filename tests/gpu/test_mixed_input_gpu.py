@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 
 import pytest
 import torch
@@ -89,6 +90,25 @@ def test_gate_and_residual(form: str, m: int) -> None:
     )
 
 
+@pytest.mark.parametrize("m", [20, 90, 300])
+@pytest.mark.parametrize("n", [264, 260, 258])
+def test_layouts_of_the_result_and_the_residual(n: int, m: int) -> None:
+    w, values = weight("int4", n, 1024, 128, BF16)
+    x = torch.randn(m, 1024, device="cuda", dtype=BF16) / 32
+    wide = torch.randn(m, 288, device="cuda", dtype=BF16)
+    residuals = (
+        None, wide[:, :n], wide[:, 8 : n + 8], wide[:, 1 : n + 1], wide[:1, :n].expand(m, n),
+        wide[:, :n].float(), wide[:, :n].t().contiguous().t(),
+    )  # fmt: skip
+    for start, residual in itertools.product((0, 8, 1), residuals):
+        around = torch.full((m, 288), torch.nan, device="cuda", dtype=BF16)
+        out = around[:, start : start + n]
+        linear(x, w, out=out, residual=residual)
+        expected = x.double() @ values.T
+        close(out, expected if residual is None else expected + residual.double())
+        assert around.isnan().sum() == m * (288 - n)
+
+
 @pytest.mark.parametrize("m", [3, 30, 64, 72, 100, 150, 600])
 @pytest.mark.parametrize("k", [1024, 1152, 1216])
 def test_every_config_is_right_and_repeats_its_bits(m: int, k: int) -> None:
@@ -161,9 +181,12 @@ def test_groups_of_rows(form: str, epilogue: str | None) -> None:
         y = tmm_core.grouped_matmul(x, w.mT, offs=ends, epilogue=epilogue, kernel=KERNEL)
         gathered = tmm_core.grouped_matmul(x, w.mT, offs=ends, a_index=backwards, epilogue=epilogue)
         z = tmm_core.grouped_matmul(turned, w.mT, offs=ends, epilogue=epilogue)
+        scattered = tmm_core.grouped_matmul(
+            x, w.mT, offs=ends, out_index=backwards, epilogue=epilogue, kernel=KERNEL
+        ).flip(0)
     start = 0
     for (_, values), end in zip(made, ends.tolist(), strict=True):
-        for rows, results in ((x, (y,)), (turned, (gathered, z))):
+        for rows, results in ((x, (y, scattered)), (turned, (gathered, z))):
             expected, size = rows[start:end].double() @ values.T, 0.0
             if epilogue:
                 gate, up = expected.chunk(2, dim=-1)

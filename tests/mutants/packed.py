@@ -235,6 +235,22 @@ PACKED = [
         STREAM_K,
     ),
     Mutant(
+        "mixed-fours-anyway",
+        "tmm_triton/mixed_input.py",
+        " and problem.n % 4 == 0",
+        "",
+        "the last four elements of a row end beyond it",
+        (f"{MIXED}::test_each_property_of_a_problem_is_a_constant",),
+    ),
+    Mutant(
+        "mixed-fours-beyond",
+        "tmm_triton/transposed_tiles.py",
+        "cols < N // 4",
+        "cols <= N // 4",
+        "elements beyond a row's end are stored",
+        (f"{MIXED}::test_results_are_stored_and_residuals_loaded_by_four",),
+    ),
+    Mutant(
         "mixed-even-tiles",
         "tmm_triton/mixed_input.py",
         "tiles > sms and tiles % sms != 0",

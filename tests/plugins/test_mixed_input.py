@@ -24,7 +24,15 @@ from pairwise import share
 from test_skinny import COL, DEVICES, ROW
 from test_streaming import FP8, INT4, INT8, held
 from test_word_programs import Machine, halves, twice, words
-from tmm_triton import blocks, mixed_input, mixed_input_device, ragged, ragged_tiles, stream_k
+from tmm_triton import (
+    blocks,
+    mixed_input,
+    mixed_input_device,
+    ragged,
+    ragged_tiles,
+    stream_k,
+    transposed_tiles,
+)
 from tmm_triton.mixed_input import Constants, MixedInput, MixedInputConfig
 from tmm_triton.operands import Zeros
 from tmm_triton.pdl import FEW_ROWS
@@ -330,6 +338,13 @@ def test_groups_are_so_many_scales_apart(change: dict[str, Any], stride: Any) ->
         ({"groups": Groups(8, "m", zeroed=True)}, "", {"RAGGED", "ZEROED"}),
         ({"groups": Groups(8, "m", out_index=torch.int64)}, "", {"RAGGED", "SCATTERED"}),
         ({}, "wait", {"OVERLAPS"}),
+        ({"out": replace(ROW, aligned=False)}, "", {"not STORES_FOURS"}),
+        ({"out": replace(ROW, dtype=torch.float32)}, "", {"not STORES_FOURS"}),
+        ({"n": 258, "residual": ROW}, "", {"not STORES_FOURS"}),
+        ({"n": 260, "residual": ROW}, "", {"ADDS_FOURS"}),
+        ({"residual": COL}, "", set()),
+        ({"residual": replace(ROW, aligned=False)}, "", set()),
+        ({"residual": replace(ROW, dtype=torch.float32)}, "", set()),
     ],
 )
 def test_each_property_of_a_problem_is_a_constant(
@@ -337,8 +352,9 @@ def test_each_property_of_a_problem_is_a_constant(
 ) -> None:
     instance = replace(PROBLEM, **({"b": INT8} | change))
     constants = vars(Constants.of(instance, MixedInputConfig(**FIELDS, early=early)))
-    names = {"ZERO", "RAGGED", "ZEROED", "SCATTERED", "OVERLAPS"}
-    assert {name for name in names if constants[name]} == found
+    names = {"ZERO", "RAGGED", "ZEROED", "SCATTERED", "OVERLAPS", "ADDS_FOURS"}
+    kept = set() if constants["STORES_FOURS"] else {"not STORES_FOURS"}
+    assert {name for name in names if constants[name]} | kept == found
 
 
 @pytest.mark.parametrize("value", [BF16, FP16])
@@ -430,6 +446,86 @@ def test_a_warp_holds_each_value_of_the_rows_that_it_arranges_once(step: int) ->
         assert len(units) == 4 * len(first)
 
 
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("height", [16, 64, 128])
+def test_four_threads_store_a_sector_of_each_of_eight_rows(height: int, gated: bool) -> None:
+    for high in {c.high: c for c in all_constants(64, gated)}:
+        c = next(c for c in all_constants(64, gated) if c.high == high)
+        by_thread = held(c.fours(height))
+        assert sorted(itertools.chain(*by_thread.values())) == list(np.ndindex(height, high // 4))
+        for warp, register in itertools.product(range(4), range(len(by_thread[0, 0]))):
+            at = [by_thread[warp, lane][register] for lane in range(32)]
+            assert len({row for row, _ in at}) == 8
+            assert len({(row, four // 4) for row, four in at}) == 8
+        # What the threads exchange stays in a warp.
+        for layout in (c.pairs_of_rows(height), c.pairs_of_blocks(height)):
+            pairs = held(layout)
+            for warp in range(4):
+                mine = {pairs[warp, lane][i] for lane in range(32) for i in range(len(pairs[0, 0]))}
+                theirs = {place for lane in range(32) for place in by_thread[warp, lane]}
+                assert {(row, pair // 2) for row, pair in mine} == theirs
+
+
+class _Numbers(Block):
+    """Integers in registers, or addresses."""
+
+    def to(self, dtype: Any, bitcast: bool = False) -> Any:
+        return self.view(dtype) if bitcast else self.astype(dtype)
+
+
+def _in_registers(asm: str, _constraints: str, args: list[np.ndarray], **_how: Any) -> Any:
+    """Execute the inline assembly of stores by four: ``movmatrix`` or a move."""
+    if asm.startswith("movmatrix"):
+        # [blocks of 8 rows, t, columns]: lane 4 g + t has the elements 2 t and 2 t + 1 of row g.
+        blocks, _, columns = args[0].shape
+        halves = np.ascontiguousarray(args[0]).view(np.int16).reshape(blocks, 4, columns // 8, 8, 2)
+        square = halves.transpose(0, 2, 3, 1, 4).reshape(blocks, columns // 8, 8, 8)
+        turned = square.swapaxes(2, 3).reshape(blocks, columns // 8, 8, 4, 2)
+        turned = np.ascontiguousarray(turned.transpose(0, 3, 1, 2, 4))
+        return turned.view(np.int32).reshape(args[0].shape).view(_Numbers)
+    half, whole = {"mov.b32": (np.int16, np.int32), "mov.b64": (np.int32, np.int64)}[asm[:7]]
+    if len(args) == 2:
+        return np.stack(args, -1).astype(half).view(whole)[..., 0].view(_Numbers)
+    parts = np.ascontiguousarray(args[0]).view(half).reshape(*args[0].shape, 2)
+    return parts[..., 0].view(_Numbers), parts[..., 1].view(_Numbers)
+
+
+@pytest.mark.parametrize("scattered", [False, True])
+def test_results_are_stored_and_residuals_loaded_by_four(scattered: bool) -> None:
+    language = types.SimpleNamespace(
+        constexpr=Any, int16=np.int16, int32=np.int32, int64=np.int64,
+        convert_layout=lambda x, layout, **checks: x, inline_asm_elementwise=_in_registers,
+        join=lambda a, b: np.stack((a, b), -1).view(_Numbers), SliceLayout=lambda axis, of: None,
+        arange=lambda start, end, layout: np.arange(start, end), expand_dims=np.expand_dims,
+        pointer_type=lambda dtype: dtype,
+        load=lambda pointer, mask, other: np.where(mask, places[np.minimum(pointer, 29)], other),
+    )  # fmt: skip
+    names: dict[str, Any] = {"gl": language, "__builtins__": __builtins__}
+    for name in ("_transposed", "fours", "of_fours", "fours_at"):
+        code = getattr(transposed_tiles, name).fn.__code__
+        names[name] = types.FunctionType(code, names, name)
+    c = types.SimpleNamespace(
+        high=64, fours=lambda height: None, pairs_of_rows=lambda height: None,
+        pairs_of_blocks=lambda height: None,
+    )  # fmt: skip
+    random = np.random.default_rng()
+    tile = random.integers(-(2**15), 2**15, (16, 64), dtype=np.int16).view(_Numbers)
+    places = random.permutation(30)
+    # Rows 20 to 29 of 30, and columns 128 to 163 of 164, are inside; a row has 176 elements.
+    memory = np.full((30, 176), 7, np.int16)
+    stored = names["fours"](tile, c)
+    base = np.zeros(1, np.int64).view(_Numbers)
+    index = base if scattered else None
+    at, inside = names["fours_at"](base, 176, (0, 20, 30, 128), 164, index, 16, c)
+    flat = memory.view(np.int64).reshape(-1)
+    flat[at[inside]] = stored[inside]
+    expected = np.full_like(memory, 7)
+    rows = places[20:] if scattered else np.arange(20, 30)
+    expected[rows, 128:164] = tile[:10, :36]
+    assert np.array_equal(memory, expected)
+    assert np.array_equal(names["of_fours"](stored, np.int16, None, c), tile)
+
+
 # -- the kernel on a model of the block ---------------------------------------------------
 
 
@@ -485,7 +581,7 @@ class Call:
             OVERLAPS=seed % 3 == 0, sums=None, units=None, units_of_half=None, b_layout=None,
             worker_warps=None, worker_registers=None, arranged=pairs > 1, pairs=pairs,
             wide=step // 2, at_once=1, a_rows=None, stream_k=stream_k, num_warps=4,
-            in_turn=consumers > 1 == ways and seed % 4 < 2,
+            in_turn=consumers > 1 == ways and seed % 4 < 2, STORES_FOURS=False, ADDS_FOURS=False,
         )  # fmt: skip
         c.stage_bytes = 2 * c.BLOCK_M * step + c.n_ways * c.rows * step // 2
         random = np.random.default_rng(seed)
@@ -719,6 +815,7 @@ def compiled() -> list[dict[str, Any]]:
             line |= {
                 "claimed": config.shared_memory(problem),
                 "products": result.asm["ptx"].count("wgmma.mma_async"),
+                "stores of one": result.asm["ptx"].count("st.global.b16"),
                 "said": assembled(result.asm["ptx"]),
             }
             lines.append(line)
@@ -749,6 +846,8 @@ def test_weights_go_through_registers_without_waits_or_spills(uninterpreted: Uni
         assert "serialized" not in line["said"], line
         assert line["STACK"] + line["LOCAL"] <= 48, line
         assert line["shared"] <= line["claimed"], line
+        if line["name"] != "int8":  # whose N is odd
+            assert line["stores of one"] == 0, line
 
 
 def test_estimates_rank_measured_configs() -> None:
