@@ -316,7 +316,7 @@ CONVERTED = [
            "return nn.Linear.forward is not _TORCHS and replaced(nn.Linear)", "return False",
            "a forward that other code gives torch's layers is not run", (LATER,)),
     Mutant("replaced-of-pairs", "nn/together.py",
-           "    if Linear.replaced() or not", "    if not",
+           "    if Linear.replaced():\n", "    if False:\n",
            "a forward that other code gives gate and up is not run", (LATER,)),
     Mutant("replaced-gate", "nn/activation.py",
            "each.function is gate and each", "each",

@@ -152,7 +152,7 @@ _PLAIN = (nn.Parameter, Tensor, compat.fake_tensor(), Quantized)
 
 def only_multiply(layers: Sequence[Any], x: Tensor) -> bool:
     """Whether one product can replace the calls: the layers would do nothing else."""
-    if Linear.replaced() or not x.dtype.is_floating_point:  # no epilogue takes other numbers
+    if Linear.replaced():
         return False
     for layer in layers:
         if type(layer) is not Linear or layer._text or interposed(layer):
@@ -161,7 +161,9 @@ def only_multiply(layers: Sequence[Any], x: Tensor) -> bool:
         weight: Any = layer._parameters.get("weight")
         if "bias" not in layer._parameters:  # a plain attribute, as under FullyShardedDataParallel
             return False
-        if type(weight) not in _PLAIN or weight.dtype is not x.dtype:
+        if type(weight) not in _PLAIN or weight.dtype is not x.dtype:  # also if x is a symbol
+            return False
+        if not weight.dtype.is_floating_point:  # no epilogue takes other numbers
             return False
     if _forward_ad._current_level >= 0:  # tangents, which an alias of the weights would lose
         return False
