@@ -149,7 +149,7 @@ def test_a_row_of_zeros_and_an_unknown_format() -> None:
 
 @pytest.mark.parametrize("name", ["int8", "fp8", "int4", "int4_signed", "mxfp4", "mxfp8", "nvfp4"])
 def test_every_format_and_layers_that_no_format_serves(name: str) -> None:
-    """Layers of float64 and of a K without whole groups stay as they were, and compute."""
+    """Layers of float64 and of complex numbers stay as they were, and the report says so."""
     model = nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 32))
     x = torch.randn(5, 64)
     expected = model(x)
@@ -160,6 +160,9 @@ def test_every_format_and_layers_that_no_format_serves(name: str) -> None:
     report = convert(wide, weights=name)
     assert str(report).count("products of torch.float64 take no quantised weight") == 2
     torch.testing.assert_close(wide(x.double()), expected.double(), rtol=1e-4, atol=1e-5)
+    layer = nn.Linear(64, 8, dtype=torch.complex64)
+    report = convert(nn.Sequential(layer), weights=name)
+    assert "products of torch.complex64 take no quantised weight" in str(report)
 
 
 @pytest.mark.parametrize("format", ["int8", "int4"])

@@ -295,7 +295,7 @@ class _Conversion:
         )
         for layer, name, turned in self._weights_of_products():
             weight: Any = layer._parameters[name]
-            if not _is_plain(weight) or not weight.is_floating_point() or weight.itemsize == 1:
+            if not _is_plain(weight) or weight.itemsize == 1:
                 continue
             its = f"its {name}"
             if uses[id(weight)] > 1:

@@ -158,7 +158,7 @@ class CheckedKernel(Kernel[Any]):
             return [self.fault]
         try:
             # They may be of a plugin's class, or hold collections that raise.
-            with self._running("supports"):
+            with nullcontext() if self.source.is_ours else self._running("supports"):
                 reasons = _reasons(self.supports.reasons_against(self._own(problem)))
         except BaseException as error:
             reraise(error)
