@@ -165,8 +165,6 @@ def only_multiply(layers: Sequence[Any], x: Tensor) -> bool:
             return False
         if not weight.dtype.is_floating_point:  # no epilogue takes other numbers
             return False
-        if not weight.dtype.is_floating_point:  # no epilogue takes other numbers
-            return False
     if _forward_ad._current_level >= 0:  # tangents, which an alias of the weights would lose
         return False
     kind = x.device.type
