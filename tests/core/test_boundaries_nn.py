@@ -553,6 +553,8 @@ def test_quantised_weights_of_one_format_are_joined(formats: tuple[str, str], jo
         assert stacked(parts[::-1]) is None
     assert stacked([parts[0], torch.randn(4, 64)]) is None
     assert not stackable([parts[0], torch.randn(4, 64)])
+    elsewhere: Any = stored_weights.quantised(torch.randn(4, 64, device="meta"), formats[0])
+    assert not stackable([parts[0], elsewhere])
 
 
 # -- experts ------------------------------------------------------------------------------

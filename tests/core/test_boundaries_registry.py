@@ -11,6 +11,7 @@ import math
 import pickle
 import re
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -1059,3 +1060,21 @@ def test_no_epilogue_is_none_or_an_empty_chain() -> None:
         r.epilogue("")
     with pytest.raises(TypeError, match="must be a str or an Epilogue, got dict"):
         r.epilogue({})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("distribution", "watched"), [("tmm-core", False), ("other", True)])
+def test_the_state_around_queries_of_tmms_own_kernels_is_not_compared(
+    distribution: str, watched: bool
+) -> None:
+    """It takes a millisecond, in each first call."""
+    entered: list[bool] = []
+
+    @contextlib.contextmanager
+    def around() -> Iterator[list[str]]:
+        entered.append(True)
+        yield []
+
+    source = Source("p", distribution)
+    checked: Any = query.CheckedKernel(FakeKernel("k", tiles=(3,)), source, around)
+    assert [config.tile for config in checked.configs(problem())] == [3]
+    assert bool(entered) is watched

@@ -173,6 +173,9 @@ def test_a_boolean_says_whether_there_are_zero_points_of_the_storage_dtype(
     assert operand.zero is dtype
     assert operand.parts == (("scale",) if dtype is None else ("scale", "zero"))
     assert Operand.from_json(operand.to_json()) == operand
+    # As records have it since before other dtypes.
+    in_key = {torch.uint8: True, torch.bfloat16: "bfloat16", None: None}[dtype]
+    assert operand.to_json().get("zero") == in_key
 
 
 def test_operands_are_multiplied_as_the_plain_one_or_as_the_format_says() -> None:

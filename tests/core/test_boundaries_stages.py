@@ -1126,6 +1126,25 @@ def test_that_candidates_could_not_be_timed_is_reported_once() -> None:
     one._report_untimed()  # warnings are errors here
 
 
+@pytest.mark.parametrize(
+    ("timed", "warns"), [([], True), ([None], False), ([2.0], True), ([None, 2.0], True)]
+)
+def test_a_round_that_cannot_be_timed_is_reported_if_others_were(
+    timed: list[float | None], warns: bool
+) -> None:
+    """Without any time, the tuning reports it as its own error."""
+
+    def broken(*given: Any) -> Any:
+        raise ValueError("no clock")
+
+    one = tuning(FakeTimer({}))
+    one.runs = [run("a", us) for us in timed]
+    reported = pytest.warns(TmmWarning, match="timing .* failed: no clock")
+    with reported if warns else contextlib.nullcontext():
+        assert drained(one._sampled([run("b", None)], broken)) == []
+    assert one._untimed.endswith("failed: no clock")
+
+
 def test_hints_that_name_no_candidate_here_are_dropped() -> None:
     kernel = FakeKernel("k")
     given: Any = [

@@ -162,6 +162,14 @@ def test_each_value_is_multiplied_by_its_scale(block: Any, along: int) -> None:
     assert torch.equal(found if along == -1 else found.t(), right)
 
 
+@pytest.mark.parametrize("block", [(1, 4), (2, 4), (128, 4), (1, 3)])
+def test_scales_of_one_row_are_of_its_groups(block: Any) -> None:
+    """A vector is one row, so a block has none of the other rows."""
+    values, part = torch.arange(8.0), torch.arange(1.0, 4.0)[: -(-8 // block[1])]
+    right = values * part.repeat_interleave(block[1])[:8]
+    assert torch.equal(grids.combined(torch.mul, values, part, block, -1), right)
+
+
 # -- words ------------------------------------------------------------------------------------
 
 

@@ -52,6 +52,16 @@ def drawn(symmetric: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return codes.flatten(-2), zero, scale, values
 
 
+@pytest.mark.parametrize(("version", "stored", "zero"), [(1, 15, 0), (1, 14, 15), (2, 0, 0)])
+def test_zero_points_of_gptq_are_four_bits(version: int, stored: int, zero: int) -> None:
+    """Version 1 stores z − 1, so that 15 stands for 0."""
+    qweight = torch.full((G // 8, 8), word([3] * 8), dtype=torch.int32)
+    qzeros = torch.full((1, 1), word([stored] * 8), dtype=torch.int32)
+    given = qweight, qzeros, torch.ones(1, 8, dtype=torch.float16)
+    weight = Quantized.from_gptq(*given, group=G, version=version)
+    assert (weight.dequantize() == 3 - zero).all()
+
+
 @pytest.mark.parametrize("symmetric", [False, True])
 @pytest.mark.parametrize("version", [1, 2])
 def test_gptq(symmetric: bool, version: int) -> None:

@@ -937,6 +937,20 @@ def test_a_result_that_is_more_than_its_values_is_wrong(name: str) -> None:
         assert why in found.reason
 
 
+@pytest.mark.parametrize("allocates", [True, False])
+def test_a_brief_verification_has_one_launch_of_each_kind(allocates: bool) -> None:
+    """It is made for each candidate at other M, so it is not repeated for the second set."""
+    given: list[bool] = []
+
+    def noted(right: Any, *arguments: Any) -> Any:
+        given.append(arguments[-1] is not None)
+        return right(*arguments)
+
+    instance = problem() if allocates else problem(out=Operand(torch.float32, "col"))
+    assert verdict(noted, instance, extent="brief").ok
+    assert given == ([False, True] if allocates else [True])
+
+
 @pytest.mark.parametrize(("ms", "launches"), [(100.0, 2), (0.2, 10), (0.001, 32)])
 def test_long_launches_of_two_threads_are_few(
     ms: float, launches: int, monkeypatch: pytest.MonkeyPatch
