@@ -450,6 +450,11 @@ def other_layer_in_training(self: Any, x: Tensor) -> Tensor:
     return self.act(self.up(x)) if self.training else self.act(self.down(x))
 
 
+def activated_in_evaluation(self: Any, x: Tensor) -> Tensor:
+    y: Tensor = self.up(x)
+    return y if self.training else self.act(y) + y
+
+
 def by_a_global(self: Any, x: Tensor) -> Tensor:
     return self.act(self.up(x)) * TWICE
 
@@ -484,6 +489,7 @@ of_no_module = types.FunctionType(by_a_global.__code__, {"TWICE": 2.0}, "of_no_m
         (by_a_function, "its forward uses chosen, which its trace does not show"),
         (by_a_function_far_inside, "its forward uses chosen, which its trace does not show"),
         (other_layer_in_training, "it depends on the mode"),
+        (activated_in_evaluation, "its result is also used without the activation"),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )

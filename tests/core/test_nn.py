@@ -573,8 +573,13 @@ def test_gated_mlp_in_inference_mode_and_on_meta() -> None:
         mlp = GatedMLP(12, 20)
     mlp.separate()
     assert not mlp.merged
+    assert all(t.is_inference() for t in mlp.parameters())
+    with torch.inference_mode():
+        for parameter in mlp.parameters():
+            parameter.add_(1)
     plain = GatedMLP(12, 20)
     plain.separate()
+    assert not any(t.is_inference() for t in plain.parameters())
     with torch.inference_mode():
         assert plain.merge()
     reference = LlamaMLP()
