@@ -520,4 +520,12 @@ REDRAWN = [
            "candidates wait for stalled threads after the deadline",
            ("tests/core/test_boundaries_stages.py::"
             "test_late_candidates_do_not_wait_for_threads_that_are_stalled",)),
+    Mutant("redrawn-zero-of-four-bits", "checkpoints/gptq.py",
+           "zero = (zero + 1) & 15", "zero = zero + 1",
+           "a stored zero point of 15 is read as 16",
+           ("tests/core/test_checkpoints.py::test_zero_points_of_gptq_are_four_bits",)),
+    Mutant("redrawn-apart-in-evaluation", "nn/fusion_match.py",
+           "dict.fromkeys(training.apart + evaluation.apart)", "dict.fromkeys(training.apart)",
+           "the report lacks activations that only evaluation computes",
+           (f"{FUSING}::test_why_a_forward_is_not_fused",)),
 ]  # fmt: skip
