@@ -17,6 +17,7 @@ from torch import fx, nn
 import tmm_core
 from tmm_core.interop import autograd_state, fallbacks
 from tmm_core.nn import SwiGLU, activation, convert, packed_linear
+from tmm_core.nn.convert import _unfit
 from tmm_core.nn.joint_storage import whole
 from tmm_core.nn.reached import Reached
 from tmm_core.nn.together import joint_of
@@ -412,3 +413,23 @@ def test_any_bias_that_torch_adds_is_added(bias: Any, terms: dict[str, Any]) -> 
         found = tmm_core.matmul(a, b, bias=c, residual=residual, out=out, **more)
         torch.testing.assert_close(found, right, rtol=1e-5, atol=1e-5)
         assert out is None or found is out
+
+
+@pytest.mark.parametrize(("more", "slope"), [({}, 0.01), ({"negative_slope": 0.3}, 0.3)])
+def test_the_slope_of_a_function_in_a_forward_is_torchs_default(
+    more: dict[str, float], slope: float
+) -> None:
+    graph = torch.fx.Graph()
+    node = graph.call_function(F.leaky_relu, (graph.placeholder("z"),), more)
+    assert activation.of_node(node) == f"leaky_relu({slope})"
+
+
+def test_a_subclass_of_a_quantised_tensor_is_not_read() -> None:
+    """It may multiply in its own way."""
+    weight: Any = tmm_core.quantize(torch.randn(8, 16))
+    own = type("Own", (type(weight),), {})._from_parts(
+        weight.stored, weight.scale, weight.zero, weight._how
+    )
+    layer = torch.nn.Linear(16, 8)
+    assert _unfit(layer, weight, None) is None
+    assert _unfit(layer, own) == "its parameters are not plain ones (Own)"
