@@ -310,6 +310,7 @@ SAME = "'a' at /x/y.py:3 needs 0x1f of 12"
         ([failed("a", None), failed("b", None)], False),
         ([failed("a", SAME), failed("b", SAME), failed("c", "expects to take 3 µs")], True),
         ([failed("a", SAME), failed("b", SAME), failed("c", "its search space is empty")], True),
+        ([failed(kernel, "PluginError: its search space is empty") for kernel in "ab"], False),
         ([failed("a", SAME), failed("b", SAME), failed("c", "not tried: x")], True),
         ([failed("a", SAME), failed("b", "not tried: x")], False),
         ([failed("a", BUDGET_ENDED), failed("b", BUDGET_ENDED)], False),

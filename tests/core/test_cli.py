@@ -391,9 +391,10 @@ def test_tune_allows_tf32_where_the_problem_does(monkeypatch: pytest.MonkeyPatch
     assert torch.backends.cuda.matmul.fp32_precision == before
 
 
-def test_tune_counts_candidates_that_are_wrong(capsys: pytest.CaptureFixture[str]) -> None:
+def test_tune_counts_tried_and_wrong_candidates(capsys: pytest.CaptureFixture[str]) -> None:
     wrong = FakeKernel("fake.wrong", tiles=(1, 2), spoil=lambda out: out + 1)
-    register(wrong, FakeKernel("fake.lame", bind_error=OSError("no")))
+    lame = FakeKernel("fake.lame", bind_error=OSError("no"))
+    register(wrong, lame, FakeKernel("fake.without", tiles=()))
     assert main(["tune", "16x16x16", "--dtype", "fp32", *CPU]) == 0
     [line] = unfolded(capsys.readouterr().out)
     assert line.endswith("4 tried, 2 wrong, 1 failed)")

@@ -153,7 +153,7 @@ _WHOSE = re.compile(r"^PluginError: kernel .*?: (?:bind|compile) raised |^its fi
 #: The number of kernels that have to fail alike before the machine is suspected.
 LEAST_ALIKE = 2
 #: Reasons of candidates that were never compiled, because others were expected to be faster.
-_NOT_TRIED = re.compile(r"^expects to take |^its search space is empty|^not tried: ")
+_NOT_TRIED = re.compile(r"(PluginError: )?its search space is empty|expects to take |not tried: ")
 
 
 def alike(results: Iterable[CandidateResult]) -> bool:
@@ -162,7 +162,7 @@ def alike(results: Iterable[CandidateResult]) -> bool:
     kernels, reasons = set(), set()
     for result in results:
         reason = result.reason or ""
-        if result.kernel == BASELINE or not _is_tried(reason):
+        if result.kernel == BASELINE or not is_tried(reason):
             continue
         if result.status != "failed":
             return False
@@ -171,7 +171,7 @@ def alike(results: Iterable[CandidateResult]) -> bool:
     return len(kernels) >= LEAST_ALIKE and len(reasons) == 1 and "" not in reasons
 
 
-def _is_tried(reason: str) -> bool:
+def is_tried(reason: str) -> bool:
     """Whether a candidate with this reason was compiled: others were not expected to be faster, and
     the budget had not ended."""
     return not _NOT_TRIED.match(reason) and cause_of_text(reason) != "budget"
@@ -187,7 +187,7 @@ def verdicts(results: Sequence[CandidateResult]) -> list[CandidateResult]:
     """Return the results that are verdicts on their kernels. Older versions also recorded faults
     of the environment. The end of a budget counts as a verdict: calls do not tune again for it."""
     if alike(results):
-        return [r for r in results if r.kernel == BASELINE or not _is_tried(r.reason or "")]
+        return [r for r in results if r.kernel == BASELINE or not is_tried(r.reason or "")]
 
     def counts(result: CandidateResult) -> bool:
         return result.status != "failed" or cause_of_text(result.reason or "") in (None, "budget")

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from tmm_base import UsageError
 from tmm_base.console import DONE, FOUND, INTERRUPTED, note, print_json, print_paragraph
+from tmm_cache.record import CandidateResult
 
 import tmm_core
 from tmm_core import dispatch
@@ -30,6 +31,11 @@ from tmm_core.spec.problem import Problem
 from tmm_core.tools.commands import options as shared
 from tmm_core.tools.commands.misses import title
 from tmm_core.tuning.first_launch import FirstLaunches
+from tmm_core.verify.environment_faults import is_tried
+
+#: The status of candidates that were not tried: others were expected to be faster, or the budget
+#: ended.
+LEFT_OUT = "left out"
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,12 +148,19 @@ def _tune(item: Pending, options: argparse.Namespace) -> dict[str, Any]:
             "config": dict(record.best.config),
             "median_us": record.best.median_us,
             "blas_us": record.blas_us,
-            "candidates": dict(Counter(candidate.status for candidate in record.candidates)),
+            "candidates": dict(Counter(map(_status, record.candidates))),
         }
         if (noted := dispatch.default_dispatcher().untried.get(problem.bare())) and noted.kernels:
             outcome["untried"] = {name: why.reason for (name, _), why in noted.kernels.items()}
     outcome["seconds"] = round(time.monotonic() - started, 2)
     return outcome
+
+
+def _status(result: CandidateResult) -> str:
+    """The status of a candidate, or :data:`LEFT_OUT`. Records call both kinds failed."""
+    if result.status == "failed" and not is_tried(result.reason or ""):
+        return LEFT_OUT
+    return result.status
 
 
 def _line(outcome: Mapping[str, Any]) -> str:
@@ -158,7 +171,7 @@ def _line(outcome: Mapping[str, Any]) -> str:
     tried = outcome["candidates"]
     notes = [
         "on record" if outcome["status"] == "on record" else f"{outcome['seconds']:.1f} s",
-        f"{sum(tried.values())} tried",
+        f"{sum(tried.values()) - tried.get(LEFT_OUT, 0)} tried",
         *(f"{tried[fault]} {fault}" for fault in ("wrong", "failed") if fault in tried),
     ]
     if left := outcome.get("untried"):
