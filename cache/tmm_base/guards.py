@@ -13,7 +13,7 @@ import signal
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from types import CodeType, FrameType, FunctionType, MethodType, TracebackType
 from typing import Any, Final, TypeVar
 
@@ -205,7 +205,7 @@ _CONTEXT: Final = _SLOTS["__context__"].__get__
 _SUPPRESSED: Final = _SLOTS["__suppress_context__"].__get__
 #: Absent before Python 3.11.
 _GROUP: Final[Any] = getattr(builtins, "BaseExceptionGroup", None)
-#: Exceptions of a chain that are examined.
+#: Exceptions of a chain that are examined, and layers around a signal handler's function.
 _MOST_CAUSES: Final = 16
 #: Without the conversion to enums, which takes most of 100 µs for all signals.
 _getsignal: Final = getattr(sys.modules.get("_signal"), "getsignal", signal.getsignal)
@@ -247,7 +247,7 @@ def _is_interruption(frame: FrameType) -> bool:
         # The cycle would keep all callers' variables until the cyclic GC runs.
         values.clear()
     return any(
-        type(number) is int and interrupted is frame.f_back is not None
+        issubclass(type(number), int) and interrupted is frame.f_back is not None
         for number, interrupted in itertools.pairwise(arguments)
     )
 
@@ -256,10 +256,12 @@ def _handlers() -> Iterator[CodeType]:
     """Yield the code of the signal handlers that are installed now."""
     for number in range(1, signal.NSIG):
         handler: Any = _getsignal(number)
-        if isinstance(handler, MethodType):
-            handler = handler.__func__
-        if isinstance(handler, FunctionType):
-            yield handler.__code__
+        for _ in range(_MOST_CAUSES if callable(handler) else 0):
+            if isinstance(handler, FunctionType):
+                yield handler.__code__
+                break
+            inner = {MethodType: "__func__", partial: "func"}.get(type(handler), "__wrapped__")
+            handler = getattr(handler, inner, type(handler).__call__)
 
 
 def _package(frame: FrameType) -> str:

@@ -405,6 +405,20 @@ def forgets(number: int, frame: Any) -> None:
     raise TimeoutError("from the handler")
 
 
+class Forgetful:
+    __call__ = Handler.forgets
+
+
+def names(more: int, number: int, frame: Any) -> None:
+    number = signal.Signals(number)
+    raise TimeoutError("from the handler")
+
+
+def resets_and_names(number: int, frame: Any) -> None:
+    number = signal.Signals(number)
+    resets(0, None)
+
+
 HANDLERS: dict[str, Any] = {
     "function": handler,
     "callable object": Handler(),
@@ -414,6 +428,11 @@ HANDLERS: dict[str, Any] = {
     "resets": resets,
     "forgets its frame": forgets,
     "method that forgets its frame": Handler().forgets,
+    "object that forgets its frame": Forgetful(),
+    "partial that forgets its frame": functools.partial(Forgetful()),
+    "cached function that forgets its frame": functools.lru_cache(forgets),
+    "method of a partial": types.MethodType(functools.partial(names), 1),
+    "resets and names the signal": resets_and_names,
 }
 
 
