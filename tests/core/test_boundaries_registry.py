@@ -11,6 +11,7 @@ import math
 import pickle
 import re
 import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -285,6 +286,25 @@ def test_an_import_is_not_part_of_the_first_call() -> None:
         assert torch.is_inference_mode_enabled()
     (made[0] * made[0]).sum().backward()  # saves it, which a tensor of inference mode refuses
     assert type(made[0]) is torch.Tensor
+
+
+@pytest.mark.usefixtures("blas_alone")
+def test_a_query_leaves_what_another_thread_sets_meanwhile() -> None:
+    class Slow(FakeKernel):
+        def declines(self, problem: Problem) -> list[str]:
+            other = threading.Thread(target=torch.set_float32_matmul_precision, args=("high",))
+            other.start()
+            other.join()
+            return []
+
+    own = dispatch._Own()().registry
+    own.register(plugin(Slow("test.slow")), "slow")
+    before = torch.get_float32_matmul_precision()
+    try:
+        own.candidates(problem(), settings())
+        assert torch.get_float32_matmul_precision() == "high"
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def test_an_import_may_register_another_plugin() -> None:

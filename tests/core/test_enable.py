@@ -138,14 +138,18 @@ def test_grouped_and_scaled_products() -> None:
         by_row = torch._scaled_mm(a8, b8, scale_a, scale_b, out_dtype=torch.bfloat16)
         by_tensor = torch._scaled_mm(a8, b8, one, one, out_dtype=torch.bfloat16)
         assert calls("_scaled_mm") == {"outright": 2, "torch": 0}
+        bias = torch.randn(16).bfloat16()
+        shifted = torch._scaled_mm(a8, b8, one, one, bias, out_dtype=torch.bfloat16)
+        assert calls("_scaled_mm") == {"outright": 3, "torch": 0}
         narrow = torch._scaled_mm(a8, b8, one, one, out_dtype=torch.float8_e4m3fn)
-        assert calls("_scaled_mm") == {"outright": 2, "torch": 1}
+        assert calls("_scaled_mm") == {"outright": 3, "torch": 1}
     assert narrow.dtype is torch.float8_e4m3fn
     product = a8.double() @ b8.double()
     for got, exactly in (
         (y, expected),
         (by_row, product * scale_a.double() * scale_b.double()),
         (by_tensor, product / 4),
+        (shifted, product / 4 + bias.double()),
     ):
         torch.testing.assert_close(got.double(), exactly, rtol=1e-2, atol=1e-2)
 

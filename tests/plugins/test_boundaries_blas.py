@@ -591,3 +591,19 @@ def test_a_kernel_gets_rows_of_an_operand_with_their_scales(
     else:
         found = values(rows.mT, scale if scales == "one" else scale.mT, None).mT
     torch.testing.assert_close(found, rows.float() * scale)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kind", "serves"),
+    [
+        (torch.complex64, "cuda", True), (torch.float64, "cuda", True), (BF16, "cuda", True),
+        (torch.int32, "cuda", False), (torch.int64, "cuda", False), (torch.int32, "cpu", True),
+    ],
+)  # fmt: skip
+def test_cuda_multiplies_numbers_with_a_fraction_alone(
+    dtype: torch.dtype, kind: str, serves: bool
+) -> None:
+    row, col = Operand(dtype), Operand(dtype, "col")
+    problem = replace(LAYER, a=row, b=col, out=row, device=replace(H100, type=kind))
+    declined = [] if serves else [f"torch has no {dtype} matmul on CUDA"]
+    assert list(Blas().declines(problem)) == declined
