@@ -685,6 +685,12 @@ def test_the_l2_keeps_the_most_recently_used_data_that_fits(l2: int, read: int) 
     assert tile_order.memory_bytes(run, 10, 100, l2) == read
 
 
+def test_the_l2_keeps_a_row_that_each_wave_reads() -> None:
+    """It was read first, and columns that were read once since are older."""
+    run = [({0}, {column}) for column in (0, 1, 2, 1)]
+    assert tile_order.memory_bytes(run, 10, 100, 210) == 10 + 3 * 100
+
+
 def analysis(**changes: Any) -> dict[str, Any]:
     found: dict[str, Any] = {
         "kernel": "k", "config": {}, "note": "", "reads": None, "model_us": {},

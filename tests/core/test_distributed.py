@@ -40,7 +40,7 @@ from torch import nn
 
 import tmm_core
 import tmm_core.tools.ranks
-from tmm_core import dispatch
+from tmm_core import compat, dispatch
 from tmm_core.launch import warm
 from tmm_core.nn import convert
 from tmm_core.tuning.tuner import Tuner
@@ -429,6 +429,20 @@ def epilogues_in_turn() -> list[tuple[str, float]]:
     return turns
 
 
+def dtypes_in_turn() -> list[tuple[torch.dtype, torch.dtype]]:
+    """The dtype by which DTensor places operators of each result, and that of its local tensor."""
+    from torch.distributed.tensor import distribute_tensor, init_device_mesh
+
+    a = torch.ones(8, 16, dtype=torch.bfloat16)
+    sharded = distribute_tensor(a, init_device_mesh("cpu", (4,)), placements("S0"))
+    b = distribute_tensor(a.t(), sharded.device_mesh, placements("R"))
+    turns = []
+    for dtype in (None, torch.float32, None, torch.float32, torch.bfloat16):
+        got: Any = tmm_core.matmul(sharded, b, out_dtype=dtype)
+        turns.append((compat.dtensor_spec(got).tensor_meta.dtype, got.to_local().dtype))
+    return turns
+
+
 def outputs_of_shards() -> str:
     from torch.distributed.tensor import distribute_tensor, init_device_mesh
 
@@ -452,6 +466,11 @@ def test_a_decision_for_one_epilogue_is_not_taken_for_another(world: World) -> N
         assert [placed for placed, _ in turns if placed == "P"] == ["P"] * 3
         assert [placed for placed, _ in turns][::2] == ["P"] * 3
         assert max(error for _, error in turns) < 1e-14
+
+
+def test_a_decision_for_one_dtype_is_not_taken_for_another(world: World) -> None:
+    narrow, wide = (torch.bfloat16,) * 2, (torch.float32,) * 2
+    assert world.run(dtypes_in_turn) == [[narrow, wide, narrow, wide, narrow]] * 4
 
 
 def of_two_ranks() -> list[tuple[float, tuple[int, ...]]]:

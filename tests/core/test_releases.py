@@ -144,3 +144,29 @@ def test_a_triton_with_one_launcher_stays_as_it_is(
     before = build._load_module_from_path
     releases.load_launchers_apart(CudaLauncher)
     assert build._load_module_from_path is before
+
+
+@pytest.mark.parametrize(
+    ("parameters", "known"),
+    [
+        ("gridX, gridY, gridZ, stream, function, *args", True),
+        (
+            "gridX, gridY, gridZ, stream, function, kernel_metadata, launch_metadata, "
+            "launch_enter_hook, launch_exit_hook, *args",
+            True,
+        ),
+        ("gridX, gridY, gridZ, stream, *args", False),  # what is the function?
+        ("gridX, gridY, gridZ, function, stream, *args", False),
+        ("gridX, gridY, gridZ, stream, function, mode, *args", False),
+        ("gridX, gridY, gridZ, stream, function", False),  # nor the kernel's arguments
+        ("gridX, gridY, gridZ, stream, function, **args", False),
+        ("gridX, gridY, gridZ, stream, function, *, args", False),
+        ("gridX, gridY, gridZ, stream, function, *args, mode", False),
+    ],
+)
+def test_a_launcher_with_other_arguments_is_not_called(parameters: str, known: bool) -> None:
+    """Its arguments would arrive in others' places."""
+    made: dict[str, Any] = {}
+    exec(f"def call(self, {parameters}): pass", made)
+    assert releases.called_as_known(type("Launcher", (), {"__call__": made["call"]})) is known
+    assert not releases.called_as_known(type("Uncallable", (), {}))
