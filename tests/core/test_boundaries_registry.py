@@ -9,6 +9,7 @@ import importlib.util
 import itertools
 import math
 import pickle
+import random
 import re
 import sys
 import threading
@@ -209,6 +210,8 @@ def change_how_torch_computes() -> None:
     torch.set_grad_enabled(False)
     torch.set_default_dtype(torch.float64)
     torch.set_float32_matmul_precision("high")
+    torch.manual_seed(1)
+    random.random()
 
 
 @pytest.mark.parametrize("place", ["import", "tmm_kernels"])
@@ -235,12 +238,14 @@ def test_an_import_or_a_hook_leaves_how_torch_computes(place: str, fails: bool) 
         brought.tmm_kernels = tmm_kernels  # type: ignore[attr-defined]
     r = registry(Inferring("a", brought), baseline=FakeBlas)
     r.around_import = watched_call.putting_back
+    drawn = random.getstate(), torch.get_rng_state().tolist()
     with pytest.warns(TmmWarning) as caught:
         assert names(r) == (["blas"] if fails else ["a", "blas"])
     assert dispatch._Own()().registry.around_import is watched_call.putting_back
     assert torch.is_grad_enabled()
     assert torch.get_default_dtype() is F32
     assert torch.get_float32_matmul_precision() == "highest"
+    assert drawn == (random.getstate(), torch.get_rng_state().tolist())
     (warning,) = caught
     changed = f"{place} changed the grad mode and torch's default dtype and the fp32 precision"
     assert (f"{place} failed" if fails else changed) in str(warning.message)

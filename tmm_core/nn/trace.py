@@ -28,7 +28,7 @@ from torch import fx, nn
 
 from tmm_core.errors import error_message, reraise
 from tmm_core.nn.reached import Reached, body, is_torchs
-from tmm_core.verify.watched_call import GENERATORS, OF_THE_PROGRAM, putting_back
+from tmm_core.verify.watched_call import putting_back
 
 #: Values that cannot change in place; a comparison shows whether the attribute was assigned anew.
 CONSTANTS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.memory_format)
@@ -186,7 +186,7 @@ def _graph(module: nn.Module, training: bool) -> fx.Graph:
     try:
         # A stand-in receives the attributes that forward may assign to self, or add to.
         stand_in: Any = kind.__new__(kind)
-        with putting_back([*OF_THE_PROGRAM, *GENERATORS]):
+        with putting_back():
             graph = _traced(forward)
         after = stand_in.__dict__
     except NotProvenError:

@@ -64,23 +64,20 @@ OF_THE_THREAD = ("the grad mode", "the inference mode", "autocast", "torch's def
 #: first product makes.
 OF_THE_PROGRAM = [
     *(*OF_THE_THREAD, "torch's default dtype"),
-    *(name for name, piece in PIECES.items() if piece.owner == "main"),
+    *(name for name, piece in PIECES.items() if piece.owner in ("main", "generator")),
 ]
-
-
-#: Random generators.
-GENERATORS = [name for name, piece in PIECES.items() if piece.owner == "generator"]
 
 
 @contextmanager
 def putting_back(names: Iterable[str] = OF_THE_PROGRAM) -> Iterator[list[str]]:
     """A context that puts back these pieces of state, by default how torch computes. It yields a
-    list, to which it adds the names of what it put back."""
+    list, to which it adds the names of what it put back, except for random generators: to draw
+    from these is no fault."""
     before, found = State(torch.device("cpu"), names), list[str]()
     try:
         yield found
     finally:
-        found += before.put_back()
+        found += [each for each in before.put_back() if PIECES[each].owner != "generator"]
 
 
 def watched(call: Callable[[], T], device: torch.device) -> tuple[T, list[str]]:
