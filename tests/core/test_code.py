@@ -361,21 +361,47 @@ Own = names["Own"]
 """
 
 
-@pytest.mark.parametrize("way", ["made", "executed", "another module named", "other's method"])
+TYPED = """
+names = {}
+exec("def bind(self, problem, config): pass", names)
+Own.bind = functools.lru_cache(names["bind"])
+"""
+#: Methods of another package.
+METHODS = {
+    "other's method": "stranger_more.based",
+    "other's method in a partial": "functools.partialmethod(stranger_more.based)",
+    "other's method in a cache": "functools.lru_cache(stranger_more.based)",
+    "other's property": "property(stranger_more.based)",
+    "other's object": "stranger_more.Based()",
+    "other's static object": "staticmethod(stranger_more.Based())",
+}
+MORE = """
+def based(self, z): return z
+class Based:
+    def __call__(self, z): return z
+"""
+
+
+@pytest.mark.parametrize("way", ["made", "executed", "typed", "another module named", *METHODS])
 def test_a_class_whose_module_is_not_its_own_counts(way: str, site: Path) -> None:
-    (site / "stranger_more.py").write_text("def based(self, z): return z\n")
+    (site / "stranger_more.py").write_text(MORE)
     (site / "stranger/kernel.txt").write_text(KERNEL)
     sources = {
         "made": MADE,
         "executed": EXECUTED,
         "another module named": KERNEL + "\nOwn.__module__ = 'torch.nn'\n",
-        "other's method": KERNEL + "\nimport stranger_more\nOwn.based = stranger_more.based\n",
+        "typed": KERNEL + TYPED,
+        **{
+            each: f"{KERNEL}\nimport stranger_more\nOwn.based = {method}\n"
+            for each, method in METHODS.items()
+        },
     }
     (site / KERNEL_FILE).write_text(sources[way])
     before = own().version
-    assert (own().version == before) is (way != "executed")  # in no module: of one process
-    edited = "stranger_more.py" if way == "other's method" else "stranger/helper.py"
-    (site / edited).write_text("FACTOR = 2\ndef based(self, z): return z * 2\n")
+    in_no_module = way in ("executed", "typed")  # of one process
+    assert (own().version == before) is not in_no_module
+    edited = "stranger_more.py" if way in METHODS else "stranger/helper.py"
+    (site / edited).write_text(MORE + "FACTOR = 2\n")
     assert own().version != before
 
 
