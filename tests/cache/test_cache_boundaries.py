@@ -44,7 +44,8 @@ from tmm_cache import (
     transport,
 )
 from tmm_cache.cache_errors import RecordError
-from tmm_cache.fault_warnings import FaultWarnings
+from tmm_cache.fault_warnings import FaultWarnings, warn_of
+from tmm_cache.files import Fault
 from tmm_cache.keys import canonical, is_slug
 from tmm_cache.locks import acquire
 
@@ -468,6 +469,49 @@ def test_a_root_that_cannot_be_written_is_distinguished_from_one_file(
     message = "notes cannot be locked .*; so" if code == "EIO" else "unwritten records are lost"
     with warned(message):
         FaultWarnings(tmp_path).auxiliary(tmp_path / "notes", error, "locked", "so")
+
+
+@pytest.mark.parametrize(
+    ("reports", "seen"),
+    [
+        (("untrusted", "locked", "written"), ["untrusted", "locked", "written"]),
+        (("untrusted", "unwritable"), ["untrusted", "unwritable"]),
+        (("locked", "unwritable", "unwritable"), ["locked", "unwritable"]),
+        (("unwritable", "locked"), ["unwritable"]),  # for the same reason
+        (("locked", "locked", "untrusted", "untrusted"), ["locked", "untrusted"]),
+    ],
+)
+def test_each_fault_of_a_root_is_reported_once(
+    tmp_path: Path, reports: tuple[str, ...], seen: list[str]
+) -> None:
+    faults = FaultWarnings(tmp_path)
+    texts = {"untrusted": "verified again", "unwritable": "records are lost"}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for name in reports:
+            if name == "untrusted":
+                faults.untrusted("others may write it")
+            elif name == "unwritable":
+                faults.unwritable(OSError(errno.EROFS, "read-only"))
+            else:
+                faults.auxiliary(tmp_path / "notes", OSError(errno.EIO, "broken"), name, "so")
+    assert len(caught) == len(seen)
+    for each, name in zip(caught, seen, strict=True):
+        assert texts.get(name, f"cannot be {name}") in str(each.message)
+
+
+@pytest.mark.parametrize("damaged", [True, False])
+def test_damaged_files_are_reported_each_and_unreadable_ones_by_folder(
+    tmp_path: Path, damaged: bool
+) -> None:
+    places = [tmp_path / folder / name for folder in "ab" for name in ("x.json", "y.json")]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for place in places * 2:
+            warn_of(Fault(place, "is not a record", damaged=damaged))
+    assert [str(each.message).partition(":")[0] for each in caught] == [
+        str(place) for place in (places if damaged else places[::2])
+    ]
 
 
 def _calls(module: str | None, function: Any) -> Any:
