@@ -93,6 +93,33 @@ def test_runs_of_a_deterministic_kernel_must_agree(differs: int, fault: str) -> 
         run(checked.test_deterministic)
 
 
+@pytest.mark.parametrize("writes", ["all", "all but a row", "a sum"])
+def test_outputs_hold_nan_before_a_kernel_writes_them(writes: str) -> None:
+    """Zeros would agree with themselves where nothing is written, and add nothing to a sum."""
+
+    class Partial(Exact):
+        def bind(self, problem: Problem, config: FakeConfig) -> Any:
+            launch = super().bind(problem, config)
+
+            def part(a: Any, b: Any, bias: Any, residual: Any, alpha: float, out: Any) -> Any:
+                y = launch(a, b, bias, residual, alpha, None)
+                if writes == "a sum":
+                    return out.mul_(0).add_(y)
+                rows = y.shape[0] - (writes != "all")
+                out[:rows] = y[:rows]
+                return out
+
+            return part
+
+    checked = suite(Partial())
+    if writes == "all":
+        run(checked.test_deterministic)
+        return
+    for test in (checked.test_deterministic, checked.test_arithmetic):
+        with pytest.raises(AssertionError, match="differs? "):
+            run(test)
+
+
 def test_undeclared_traits_are_not_tested() -> None:
     checked = suite(Exact(lambda rows, tile, run: run, traits=UNCLAIMED))
     for test in (checked.test_deterministic, checked.test_arithmetic, checked.test_batch_invariant):

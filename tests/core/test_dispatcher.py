@@ -572,6 +572,17 @@ def test_explain_names_every_candidate_and_rejection(tmp_path: Path) -> None:
     assert "exceeds" in text
 
 
+@pytest.mark.parametrize("width", [40, 79, 120])
+def test_explain_fits_a_width(tmp_path: Path, width: int) -> None:
+    odd = FakeKernel("odd", against=lambda p: ["M is even, which this kernel does not serve"] * 4)
+    d, _ = dispatcher(FakeBlas(), FakeKernel("fast"), odd, root=tmp_path / "a")
+    explained = explain_problem(d, problem(), settings(on_cache_miss="heuristic"))
+    lines = explained.text(width).splitlines()
+    last = lines[[line.startswith("rejected") for line in lines].index(True) :]
+    assert width - 12 < max(map(len, last)) <= width
+    assert all(line.startswith(" " * 10) for line in last[1:])
+
+
 def test_explain_shows_the_clock_and_every_m_of_a_record(tmp_path: Path) -> None:
     times = {"blas": 20.0, "fast": 10.0, ("fast", 1, 33): 7.25, ("fast", 1, 49): 8.5}
     kernels = FakeBlas(), FakeKernel("fast"), FakeKernel("slow")

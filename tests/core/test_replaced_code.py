@@ -57,6 +57,11 @@ class OfDefault(nn.Module):
         return x * torch.sigmoid(slope * x)
 
 
+class OfNamed(nn.Module):
+    def forward(self, x: Tensor, *, slope: float = 1.0) -> Tensor:
+        return x * torch.sigmoid(slope * x)
+
+
 class Scaled(nn.Module):
     """Its own forward uses a global, and a method."""
 
@@ -97,6 +102,9 @@ REPLACED: dict[str, tuple[Any, Any, str, Any]] = {
     "code": (lambda: pair(OfMethod), OfMethod.forward, "__code__", relu.__code__),
     "a method's code": (lambda: pair(OfMethod), OfMethod.act, "__code__", relu.__code__),
     "defaults": (lambda: pair(OfDefault), OfDefault.forward, "__defaults__", (3.0,)),
+    "defaults by name": (
+        lambda: pair(OfNamed), OfNamed.forward, "__kwdefaults__", {"slope": 3.0}
+    ),
     "a global of a forward": (Scaled, HERE, "FACTOR", 5.0),
     "a method of a forward": (Scaled, Scaled, "finish", relu),
     "a method of a gated MLP": (Gated, Gated, "act", relu),
@@ -152,7 +160,7 @@ def test_products_are_fused_while_nothing_is_replaced(monkeypatch: pytest.Monkey
         return product(self, x, epilogue)
 
     monkeypatch.setattr(Linear, "product", spy)
-    for kind in (OfGlobal, OfMethod, Derived, OfDefault):
+    for kind in (OfGlobal, OfMethod, Derived, OfDefault, OfNamed):
         model = pair(kind)
         convert(model)
         for each in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):

@@ -425,7 +425,9 @@ def test_a_config_is_one_flat_object() -> None:
             document = config.to_json()
             assert document == {"inner": config.inner, **config.config.to_json()}
             assert all(type(value) in (int, float, bool, str) for value in document.values())
-            assert RealignedConfig.from_json(json.loads(json.dumps(document))) == config
+            stored = json.loads(json.dumps(document))
+            assert RealignedConfig.from_json(stored) == config
+            assert stored == document  # a record's own fields
             assert str(config).startswith(f"inner={config.inner} BLOCK_M=")
 
 

@@ -235,6 +235,10 @@ def test_declines_with_the_reason(instance: Problem, reason: str) -> None:
     assert any(reason in text for text in reasons), reasons
 
 
+def test_groups_may_have_as_many_rows_as_a_descriptor_reaches() -> None:
+    assert not KERNEL.reasons_against(problem(m=2**30, groups=Groups(8, "m")))
+
+
 def stored(problem: Problem) -> str:
     """The argument by which the output is stored: a pointer, or a descriptor for TMA."""
     types = KERNEL.specialize(problem, CONFIG).types
