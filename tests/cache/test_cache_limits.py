@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+import warnings
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from cache_builders import (
     warned,
 )
 from msgspec.structs import replace
-from tmm_cache import CacheStore, Notes, disk, notes, paths
+from tmm_cache import CacheStore, Notes, disk, notes, paths, size_limits
 from tmm_cache.cli import main
 from tmm_cache.locks import acquire
 from tmm_cache.transport import import_records
@@ -229,3 +230,10 @@ def test_a_platform_without_an_absolute_folder_has_none(
     monkeypatch.setattr(platformdirs, "user_cache_dir", lambda name: folder)
     with warned("no home folder; what is tuned is lost"):
         assert paths.default_root() == paths.NOWHERE
+
+
+@pytest.mark.parametrize("environ", [{}, {"TMM_CACHE_MAX_SIZE": ""}])
+def test_a_size_limit_that_is_empty_is_the_default(environ: dict[str, str]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert size_limits.size_limit(environ) == size_limits.DEFAULT_SIZE

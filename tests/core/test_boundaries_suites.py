@@ -116,7 +116,7 @@ def test_outputs_hold_nan_before_a_kernel_writes_them(writes: str) -> None:
         run(checked.test_deterministic)
         return
     for test in (checked.test_deterministic, checked.test_arithmetic):
-        with pytest.raises(AssertionError, match="differs? "):
+        with pytest.raises(AssertionError, match=r"differs? "):
             run(test)
 
 

@@ -528,4 +528,30 @@ REDRAWN = [
            "dict.fromkeys(training.apart + evaluation.apart)", "dict.fromkeys(training.apart)",
            "the report lacks activations that only evaluation computes",
            (f"{FUSING}::test_why_a_forward_is_not_fused",)),
+    Mutant("redrawn-scaled-bias", "interop/aten_calls.py",
+           "return launch(a, b, bias, None, 1.0, None, scale_a",
+           "return launch(a, b, None, None, 1.0, None, scale_a",
+           "torch's scaled product is answered without its bias",
+           ("tests/core/test_enable.py::test_grouped_and_scaled_products",)),
+    Mutant("redrawn-dtype-of-shards", "interop/sharding.py",
+           "kind = specs, call.epilogue, call.out_dtype, transposed",
+           "kind = specs, call.epilogue, transposed",
+           "DTensor takes a sharded product for one of another dtype",
+           ("tests/core/test_distributed.py::"
+            "test_a_decision_for_one_dtype_is_not_taken_for_another",)),
+    Mutant("redrawn-defaults-by-name", "nn/reached.py",
+           "                if function.__kwdefaults__ is not by_name:\n"
+           "                    return False\n", "",
+           "a converted model computes with a default by name that was replaced",
+           ("tests/core/test_replaced_code.py::test_code_that_is_replaced_later_counts",)),
+    Mutant("redrawn-columns-half-split", "hopper/tile_shapes.py",
+           "return not across or uncut >= 2 * rows", "return not across or uncut >= rows",
+           "an element depends on which of two tiles stores last",
+           ("tests/plugins/test_warp_specialized.py::"
+            "test_columns_that_overlap_are_both_whole_or_both_split",)),
+    Mutant("redrawn-damaged-files", "tmm_cache/fault_warnings.py",
+           "key = fault.path if fault.damaged else fault.path.parent", "key = fault.path.parent",
+           "of two damaged records of a folder, one is reported",
+           ("tests/cache/test_cache_boundaries.py::"
+            "test_damaged_files_are_reported_each_and_unreadable_ones_by_folder",)),
 ]  # fmt: skip

@@ -671,6 +671,28 @@ def test_split_tiles_are_whole_columns_where_rows_of_tiles_overlap(
     assert tile_shapes.tail_tiles(instance, config) == tail
 
 
+@pytest.mark.parametrize(
+    ("m", "n", "whole", "splits"),
+    [
+        (512, 320, 8, 2), (512, 384, 8, 2),  # one whole wave of two columns
+        (640, 192, 8, 1), (640, 256, 8, 4),  # two tiles of the last column of five are split
+        (640, 448, 16, 2),
+    ],
+)  # fmt: skip
+def test_columns_that_overlap_are_both_whole_or_both_split(
+    m: int, n: int, whole: int, splits: int
+) -> None:
+    """On eight SMs. Otherwise an element would depend on which tile stores last."""
+    config = dataclasses.replace(CONFIG, BLOCK_M=128, BLOCK_N=128, subtiles=1, GROUP_M=8)
+    instance = problem(m, n, 8192)
+    instance = dataclasses.replace(
+        instance, device=dataclasses.replace(instance.device, sm_count=8)
+    )
+    count = tile_shapes.tile_count(instance, config)
+    assert count - tile_shapes.tail_tiles(instance, config) == whole
+    assert tile_shapes.room_for_splits(instance, config) == splits
+
+
 def test_the_default_config_suits_the_shape() -> None:
     # For short K the epilogue must overlap the product: measured 1.13 instead of 1.02 of cuBLAS.
     assert KERNEL.default_config(problem(8192, 4096, 512)).schedule == "pingpong"
