@@ -791,3 +791,14 @@ def test_a_gated_layer_with_a_view_or_without_a_parameter_is_stored_and_moved() 
     del mlp.up_proj.weight
     mlp.to(torch.float64)
     assert mlp.gate_proj.weight.dtype is torch.float64
+
+
+def test_weights_that_share_a_storage_are_not_moved_again() -> None:
+    """CUDA graphs and optimizers hold their addresses."""
+    weights = [Linear(6, n).weight for n in (4, 3)]
+    move_together(*weights)
+    values = [t.detach().clone() for t in weights]
+    places = [t.data_ptr() for t in weights]
+    move_together(*weights)
+    assert [t.data_ptr() for t in weights] == places
+    assert all(map(torch.equal, weights, values))

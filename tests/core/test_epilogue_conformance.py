@@ -133,6 +133,14 @@ def test_a_wrong_function_is_named_with_its_file_and_line(test: str) -> None:
     assert f"({__file__}:" in message
 
 
+def test_a_function_that_is_linear_for_each_sign_is_not_linear() -> None:
+    class Suite(EpilogueConformance):
+        epilogue = Epilogue("of_each_sign", torch.relu, linear=True)
+
+    with pytest.raises(pytest.fail.Exception, match="of_each_sign: reference is wrong"):
+        Suite().test_linear()
+
+
 NAN, INF = float("nan"), float("inf")
 
 
