@@ -312,6 +312,29 @@ def test_a_query_leaves_what_another_thread_sets_meanwhile() -> None:
         torch.set_float32_matmul_precision(before)
 
 
+@pytest.mark.usefixtures("blas_alone")
+@pytest.mark.parametrize("refused", [True, False])
+def test_a_kernel_is_asked_about_the_problems_that_it_supports(refused: bool) -> None:
+    """Its own code may expect no others."""
+    asked: list[Problem] = []
+
+    class Asked(FakeKernel):
+        def declines(self, problem: Problem) -> list[str]:
+            asked.append(problem)
+            return []
+
+    class Refusing(Supports):
+        def reasons_against(self, problem: Problem) -> list[str]:
+            return ["too small"] if refused else []
+
+    kernel = Asked("test.asked")
+    kernel.supports = Refusing()  # type: ignore[misc]
+    own = dispatch._Own()().registry
+    own.register(plugin(kernel), "asked")
+    own.candidates(problem(), settings())
+    assert bool(asked) is not refused
+
+
 def test_an_import_may_register_another_plugin() -> None:
     """The rest of the load goes on as before, and calls meanwhile are answered as before."""
     seen: list[list[str]] = []
