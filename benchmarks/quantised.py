@@ -374,7 +374,7 @@ def main() -> None:
     parser.add_argument("--search", action="store_true", help="also search exhaustively")
     parser.add_argument("--small", action="store_true", help="of --bars, sizes for a CPU")
     parser.add_argument("--minutes", type=float, default=30.0, help="start no problem after these")
-    parser.add_argument("--budget", type=float, default=3.0, help="seconds to tune a product")
+    parser.add_argument("--budget", type=float, default=8.0, help="seconds to tune a product")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers here")
     options = parser.parse_args()
     device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
