@@ -304,12 +304,9 @@ def test_a_query_leaves_what_another_thread_sets_meanwhile() -> None:
 
     own = dispatch._Own()().registry
     own.register(plugin(Slow("test.slow")), "slow")
-    before = torch.get_float32_matmul_precision()
-    try:
+    with watched_call.putting_back(["the fp32 precision"]):
         own.candidates(problem(), settings())
         assert torch.get_float32_matmul_precision() == "high"
-    finally:
-        torch.set_float32_matmul_precision(before)
 
 
 @pytest.mark.usefixtures("blas_alone")
