@@ -49,7 +49,7 @@ MORE_newest = transformers accelerate
 .venv-oldest/.installed .venv-newest/.installed: .venv-%/.installed: pyproject.toml constraints-%.txt
 	test -x .venv-$*/bin/python || $(PYTHON) -m venv .venv-$*
 	.venv-$*/bin/python $(PIP) -c constraints-$*.txt torch triton numpy pluggy \
-		platformdirs filelock msgspec pebble rich pytest pytest-timeout pytest-xdist hypothesis hatchling editables \
+		platformdirs filelock msgspec pebble pytest pytest-timeout pytest-xdist hypothesis hatchling editables \
 		$(MORE_$*)
 	.venv-$*/bin/python $(PIP) --no-deps --no-build-isolation -e .
 	touch $@

@@ -25,7 +25,7 @@ ALLOWED = {
     "tmm_base": {"tmm_core"},  # `tmm` starts its commands there
     "tmm_cache": {"filelock", "msgspec", "platformdirs", "tmm_base"},
     "tmm_core": {
-        *("torch", "msgspec", "pluggy", "pebble", "rich"),
+        *("torch", "msgspec", "pluggy", "pebble"),
         *("tmm_base", "tmm_cache", "tmm_blas"),
     },
     "tmm_triton": {"torch", "triton", "tmm_core"},

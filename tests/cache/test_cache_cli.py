@@ -419,7 +419,7 @@ def test_a_record_in_full_fits_the_terminal(filled: CacheStore, columns: int) ->
 )
 def test_listing_imports_no_large_package(filled: CacheStore, arguments: list[str]) -> None:
     code = (
-        "import sys; from tmm_cache.cli import main; main(sys.argv[1:]); heavy = {'torch', 'rich', "
+        "import sys; from tmm_cache.cli import main; main(sys.argv[1:]); heavy = {'torch', "
         "'platformdirs', 'tarfile', 'tmm_core'}; sys.exit(repr(heavy & {*sys.modules}))"
     )
     command = child("-c", code, *arguments)

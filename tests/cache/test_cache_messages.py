@@ -216,7 +216,7 @@ def test_fields_that_are_off_are_not_printed() -> None:
 def test_tmm_answers_without_torch() -> None:
     code = (
         "import sys; from tmm_base.tmm import main; status = main(sys.argv[1:]); "
-        "heavy = {'torch', 'triton', 'rich', 'tmm_core'} & {*sys.modules}; "
+        "heavy = {'torch', 'triton', 'tmm_core'} & {*sys.modules}; "
         "sys.exit(heavy or status)"
     )
     for arguments, status in ((["--version"], 0), (["--help"], 0), ([], 0), (["bogus"], 2)):
@@ -276,7 +276,7 @@ def test_tmm_starts_at_once() -> None:
     _, lines = run.communicate()
     imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in lines.splitlines()}
     assert "tmm_base" in imported
-    assert not imported & {"torch", "triton", "numpy", "tmm_core", "tmm_cache", "msgspec", "rich"}
+    assert not imported & {"torch", "triton", "numpy", "tmm_core", "tmm_cache", "msgspec"}
 
 
 def test_tmm_with_a_closed_stream_is_silent_and_ends_with_its_status() -> None:

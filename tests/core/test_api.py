@@ -491,7 +491,7 @@ import tmm_core
 assert not torch.cuda.is_initialized()
 assert "triton" not in sys.modules, "triton"
 assert "tmm_triton" not in sys.modules and "tmm_blas" not in sys.modules
-assert "rich" not in sys.modules and "filelock" not in sys.modules
+assert "filelock" not in sys.modules
 from tmm_core import dispatch
 from tmm_core.interop import operator
 assert dispatch.default_dispatcher.made is None

@@ -54,8 +54,8 @@ PROBES = (
 )
 
 
-#: The mark of a line and its style, by the finding's state.
-_MARKS = {"ok": (" ", ""), "note": ("-", "yellow"), "problem": ("!", "bold red")}
+#: The mark of a line and its colour in a terminal, by the finding's state.
+_MARKS = {"ok": (" ", ""), "note": ("-", "33"), "problem": ("!", "1;31")}
 _LEGEND = "! a problem, with advice   - a note   no mark: as it should be"
 
 
@@ -68,26 +68,21 @@ def run(options: argparse.Namespace) -> int:
         findings.append(finding)
         if not options.json:
             # Printed at once: if a check ends the process, the findings before it remain.
-            mark, style = _MARKS[finding.state]
+            mark, colour = _MARKS[finding.state]
             advice = f"; {finding.advice}" if finding.advice else ""
             line = f"{mark} {finding.about:<18}{finding.text}{advice}"
             first, *more = console.paragraph(line, console.width(), hanging=20)
-            first = _styled(first[:20], style) + first[20:] if style else first
-            print("\n".join([first, *more]), flush=True)
+            print("\n".join([_coloured(first[:20], colour) + first[20:], *more]), flush=True)
     if options.json:
         print_json([finding._asdict() for finding in findings])
     return FOUND if any(finding.state == "problem" for finding in findings) else DONE
 
 
-def _styled(text: str, style: str) -> str:
-    """`text` in one of rich's styles, on a terminal with colours unless NO_COLOR is set."""
-    import rich.console
-    import rich.style
-
-    terminal = rich.console.Console(file=sys.stdout)
-    if terminal.color_system is None or terminal.no_color:
-        return text
-    return rich.style.Style.parse(style).render(text)
+def _coloured(text: str, colour: str) -> str:
+    """``text`` in a colour on a terminal that has some, unless NO_COLOR is set."""
+    terminal = sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+    plain = not (colour and terminal) or os.environ.get("NO_COLOR")
+    return text if plain else f"\033[{colour}m{text}\033[0m"
 
 
 def _examine(device: torch.device) -> Iterator[Finding]:
