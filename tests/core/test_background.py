@@ -606,6 +606,49 @@ def test_a_problem_of_another_precision_waits(monkeypatch: pytest.MonkeyPatch) -
     until_done(d, clock, problem())
 
 
+def test_only_the_oldest_tuning_measures_after_it_has_waited(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A younger one that measured while the oldest could not run stops once it can."""
+    older, younger, clock = problem(n=32), problem(n=48), Clock()
+    compiling: Future[None] = Future()
+    compiled: Future[None] = Future()
+    compiled.set_result(None)
+    able, samples = [younger], [0]
+
+    def require(instance: Any) -> None:
+        if instance not in able:
+            raise tmm_core.errors.UnsupportedProblemError("another precision")
+
+    def waits(future: Future[None]) -> Any:
+        while True:
+            yield [future]
+
+    def measures() -> Any:
+        yield [compiled]
+        while True:
+            samples[0] += 1
+            clock.now += STEP
+            yield ()
+
+    monkeypatch.setattr(background, "require_precision", require)
+    tunings = Background(lambda _: contextlib.nullcontext(True), clock)
+    for instance, steps in ((older, waits(compiling)), (younger, measures())):
+        tunings.add(instance, background.Task(instance, steps, lambda: False))
+
+    def calls() -> int:
+        before = samples[0]
+        for _ in range(20):
+            clock.now += 1.0
+            tunings.resume(0.1)
+        return samples[0] - before
+
+    assert calls() == 20
+    able.append(older)
+    monkeypatch.setattr(background, "CHECK_INTERVAL", 100.0)
+    assert calls() == 0
+
+
 @pytest.mark.usefixtures("compiled", "briefly")
 @pytest.mark.slow
 def test_the_benchmark_reports_delays_and_winners(

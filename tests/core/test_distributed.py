@@ -498,6 +498,26 @@ def test_ranks_outside_of_a_mesh_compute_nothing(world: World) -> None:
         assert all(error < 1e-14 and shape == (6, 5) for error, shape in found)
 
 
+def of_two_meshes() -> list[str]:
+    """What is raised for operands of different meshes, by call."""
+    from torch.distributed.tensor import distribute_tensor, init_device_mesh
+
+    flat, square = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))
+    a = distribute_tensor(torch.ones(4, 8), flat, placements("S0"))
+    b = distribute_tensor(torch.ones(8, 4), square, placements("R R"))
+    raised = []
+    for pair in [(a, b), (a, b), (b, a)]:
+        with torch.no_grad(), pytest.raises(RuntimeError) as caught:
+            tmm_core.matmul(*pair)
+        raised.append(str(caught.value))
+    return raised
+
+
+def test_operands_of_different_meshes_are_refused(world: World) -> None:
+    for raised in world.run(of_two_meshes):
+        assert all("does not support cross-mesh operation" in text for text in raised)
+
+
 def bias_then_residual() -> float:
     from torch.distributed.tensor import distribute_tensor, init_device_mesh
 

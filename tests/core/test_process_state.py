@@ -596,6 +596,23 @@ def test_a_launch_is_repeated_until_its_change_is_its_own(
     assert bool(changed) is (changes > 2)
 
 
+@pytest.mark.parametrize("error", [ValueError, SystemExit, GeneratorExit])
+def test_what_a_launch_changed_is_put_back_if_it_raises(
+    error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watched_call, "_IDLE", 4e-3)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    before = list(sys.path)
+
+    def launch() -> None:
+        sys.path.append("/nowhere")
+        raise error
+
+    with pytest.raises(error):
+        watched_call.watched(launch, CPU)
+    assert sys.path == before
+
+
 def test_a_change_that_a_launch_makes_once_does_not_count(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -230,6 +230,39 @@ def test_the_record_of_scales() -> None:
     assert "scales 1·128x128" in str(problem)
 
 
+def test_one_scale_may_have_any_shape_and_several_are_refused() -> None:
+    codes = torch.randn(24, 128).to(E4M3)
+    x = torch.randn(3, 128, dtype=BF16)
+    for shape in ((), (1,), (1, 1)):
+        weight = Quantized(codes, torch.full(shape, 0.5), format="fp8")
+        assert weight.block == grids.TENSOR
+        close(tmm_core.linear(x, weight), x.double() @ codes.double().T / 2)
+    # One block holds the whole matrix.
+    for rows, block in ((24, grids.TENSOR), (24, (24, 128)), (1, (1, 128))):
+        for scales in ((2,), (1, 2), (rows, 2)):
+            with pytest.raises(ValueError, match="a scale by tensor must have one number"):
+                Quantized(codes[:rows], torch.rand(scales), format="fp8", block=block)
+    # A matrix of as many numbers as rows is not a column of them.
+    for scales in ((23,), (24, 1, 1), (1, 24)):
+        with pytest.raises(ValueError, match="scale"):
+            Quantized(codes, torch.rand(scales), format="fp8")
+
+
+@pytest.mark.parametrize("scales", [(), (24,)])
+def test_8_bit_floats_with_their_scale_and_beside_it_are_one_problem(
+    scales: tuple[int, ...],
+) -> None:
+    """They share plans and records."""
+    x, codes, scale = (
+        torch.randn(3, 128).to(E4M3),
+        torch.randn(24, 128).to(E4M3),
+        torch.rand(scales),
+    )
+    together = tmm_core.problem(x, Quantized(codes, scale, format="fp8").t())
+    beside = scale[None] if scales else scale
+    assert together == tmm_core.problem(x, codes.t(), scale_b=beside)
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_it_behaves_as_a_parameter(case: str) -> None:
     weight, values = quantized(*CASES[case], 24, 256)

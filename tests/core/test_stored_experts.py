@@ -570,6 +570,22 @@ def test_a_gate_that_other_code_put_in_a_class_is_not_the_classs(
     assert not stored_experts.owns(Theirs._apply_gate)
 
 
+@pytest.mark.parametrize("wrong", ["gate_up_proj", "up_proj", "down_proj"])
+def test_the_weight_that_no_operand_describes_is_named(wrong: str) -> None:
+    """Groups of 4-bit floats have exponents as scales."""
+    parts: dict[str, Any] = {"has_gate": wrong != "up_proj"}
+    for name in ("gate_up_proj", "up_proj", "down_proj"):
+        exponents = torch.ones(2, 16, 1, dtype=torch.uint8)
+        parts[name] = torch.zeros(2, 16, 16, dtype=torch.int8)
+        parts[f"{name}_scale_inv"] = exponents.float() if name == wrong else exponents
+    layer = SimpleNamespace(**parts)
+    reason = stored_experts.unfit(layer)
+    assert reason is not None
+    assert reason.startswith(f"its {wrong} is not supported (groups of mxfp4 have exponents")
+    setattr(layer, f"{wrong}_scale_inv", exponents)
+    assert stored_experts.unfit(layer) is None
+
+
 def test_experts_for_a_hubs_kernels_are_named(ours: Any) -> None:
     mxfp4 = importlib.import_module("transformers.integrations.mxfp4")
     layer = mxfp4.Mxfp4GptOssExperts(tiny("GptOss").config)

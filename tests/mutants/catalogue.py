@@ -27,6 +27,7 @@ from outer import OUTER
 from outputs import OUTPUTS
 from packed import PACKED
 from path import PATH
+from planted import PLANTED
 from pool import POOL
 from redrawn import REDRAWN
 from sampled import SAMPLED
@@ -70,4 +71,5 @@ MUTANTS: list[Mutant] = [
     *SYSTEMATIC_CORE,
     *OUTER,
     *REDRAWN,
+    *PLANTED,
 ]

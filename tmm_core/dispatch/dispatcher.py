@@ -114,8 +114,7 @@ class Dispatcher(Deferring):
                     # a foreign class is read here.
                     ends = type(error) is RuntimeError and type(error.__cause__) is GeneratorExit
                     # The launcher has another signature, so no frame of the traceback is its own.
-                    refused = type(error) is TypeError and not foreign_place(error)
-                    unnamed = refused and kernel.name != BASELINE
+                    unnamed = type(error) is TypeError and not foreign_place(error)
                     if issubclass(type(error), Exception) and not (ends or unnamed):
                         raise
                     # Otherwise the exception would end the process, or a generator of the caller.

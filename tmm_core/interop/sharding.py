@@ -228,8 +228,6 @@ def _decide(call: Arguments, kind: Any, transposed: bool) -> torch.Tensor | None
 
 def _unmoved(call: Arguments, specs: Sequence[Any]) -> list[Placement] | None:
     """Return the result's placements by the rule for the operands' placements; None without one."""
-    if len({spec.mesh for spec in specs}) > 1:
-        return None
     named = (name for name in ("a", "b", "bias", "residual") if getattr(call, name) is not None)
     rules = shardings(*call._replace(**dict(zip(named, specs, strict=True)))[:-1])
     found: list[Placement] = []

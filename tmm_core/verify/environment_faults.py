@@ -179,7 +179,7 @@ def is_tried(reason: str) -> bool:
 
 def common(reason: str) -> str:
     """Return a reason's first line without the parts that differ from kernel to kernel."""
-    first = _WHOSE.sub("", reason).strip().partition("\n")[0]
+    first = _WHOSE.sub("", reason).partition("\n")[0]
     return _OWN.sub("…", first)
 
 
