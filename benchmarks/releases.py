@@ -30,6 +30,7 @@ from tmm_core.bench import exhaustive
 from tmm_core.dispatch.dispatcher import Dispatcher
 from tmm_core.launch import warm
 from tmm_core.spec.launcher import BASELINE, Bound
+from tmm_core.verify.environment_faults import is_tried
 
 #: M, N, K and the epilogue: squares, prefill, decode, a long K, odd sizes, a gated product.
 SHAPES = [
@@ -49,7 +50,7 @@ def measured(shape: tuple[int, int, int, str], device: str, earlier: Row | None)
     x = torch.randn(m, k, device=device, dtype=dtype)
     w = torch.randn(n, k, device=device, dtype=dtype)
     problem = tmm_core.problem(x, w.T, epilogue=epilogue)
-    row: Row = {"problem": str(problem)}
+    row: Row = {"problem": str(problem), "shape": list(shape)}
     began = time.perf_counter()
     (record,) = tmm_core.tune(problem)
     row["tuning_s"] = round(time.perf_counter() - began, 2)
@@ -57,8 +58,8 @@ def measured(shape: tuple[int, int, int, str], device: str, earlier: Row | None)
     for result in record.candidates:
         status[result.status] = status.get(result.status, 0) + 1
     row["candidates"] = status
-    failed = {c.kernel: c.reason for c in record.candidates if c.status in ("failed", "wrong")}
-    row["failed"] = {kernel: str(reason)[:200] for kernel, reason in failed.items()}
+    failed = [c for c in record.candidates if c.status in ("failed", "wrong")]
+    row["failed"] = {c.kernel: str(c.reason)[:200] for c in failed if is_tried(c.reason or "")}
     plan = tmm_core.plan(x, w.T, epilogue=epilogue)
     row |= {"kernel": plan.kernel, "config": plan.config}
     blas = dispatch.default_dispatcher().registry.kernel(BASELINE)
@@ -118,9 +119,9 @@ def main(arguments: Sequence[str] | None = None, shapes: Any = SHAPES) -> list[R
     parser.add_argument("--seconds", type=float, default=60.0, help="begins no problem after these")
     parser.add_argument("-o", "--output", type=Path, required=True)
     options = parser.parse_args(arguments)
-    runs: dict[str, Row] = {}
+    runs: list[Row] = []
     if options.earlier is not None and options.earlier.exists():
-        runs = {row["problem"]: row for row in json.loads(options.earlier.read_text())["rows"]}
+        runs = json.loads(options.earlier.read_text())["rows"]
     until = time.perf_counter() + options.seconds
     rows: list[Row] = []
     mine = dispatch.default_dispatcher()
@@ -135,11 +136,11 @@ def main(arguments: Sequence[str] | None = None, shapes: Any = SHAPES) -> list[R
         for shape in shapes:
             if time.perf_counter() > until:
                 break
-            name = f"{shape[0]}×{shape[1]}×{shape[2]}"
             try:
-                known = next((r for p, r in runs.items() if p.startswith(f"{name} ")), None)
+                known = next((row for row in runs if row.get("shape") == list(shape)), None)
                 rows.append(measured(shape, options.device, known))
             except Exception as error:  # one problem must not cost the others
+                name = "×".join(map(str, shape[:3]))
                 rows.append({"problem": name, "error": f"{type(error).__name__}: {error}"})
             warm.forget_plans()
         dispatch.default_dispatcher.made = mine
