@@ -13,8 +13,8 @@ import signal
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache, partial
-from types import CodeType, FrameType, FunctionType, MethodType, TracebackType
+from functools import lru_cache
+from types import CodeType, FrameType, FunctionType, TracebackType
 from typing import Any, Final, TypeVar
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -58,6 +58,20 @@ def unwrapped(function: Any) -> Any:
     with suppress(ValueError):
         return inspect.unwrap(function)
     return function
+
+
+def function_of(value: object) -> FunctionType | None:
+    """The Python function that a call of a method, partial, property, cache, jit function or
+    callable object runs first; None if there is none."""
+    for _ in range(_MOST_LAYERS):
+        if isinstance(value, FunctionType):
+            return value
+        inner = next((name for name in _INNER if hasattr(value, name)), None)
+        if inner is None:
+            call = getattr(type(value), "__call__", None)  # noqa: B004  # the function, which is read
+            return call if isinstance(call, FunctionType) else None
+        value = getattr(value, inner)
+    return None
 
 
 # -- exceptions that are raised again ----------------------------------------------------
@@ -205,8 +219,11 @@ _CONTEXT: Final = _SLOTS["__context__"].__get__
 _SUPPRESSED: Final = _SLOTS["__suppress_context__"].__get__
 #: Absent before Python 3.11.
 _GROUP: Final[Any] = getattr(builtins, "BaseExceptionGroup", None)
-#: Exceptions of a chain that are examined, and layers around a signal handler's function.
+#: Exceptions of a chain that are examined.
 _MOST_CAUSES: Final = 16
+#: Layers around a function, and the attributes in which they hold what they wrap.
+_MOST_LAYERS: Final = 16
+_INNER: Final = ("__func__", "func", "fget", "fn", "__wrapped__")
 #: Without the conversion to enums, which takes most of 100 µs for all signals.
 _getsignal: Final = getattr(sys.modules.get("_signal"), "getsignal", signal.getsignal)
 #: The flag of code that takes ``*args`` (``inspect.CO_VARARGS``, whose import takes 10 ms).
@@ -256,12 +273,8 @@ def _handlers() -> Iterator[CodeType]:
     """Yield the code of the signal handlers that are installed now."""
     for number in range(1, signal.NSIG):
         handler: Any = _getsignal(number)
-        for _ in range(_MOST_CAUSES if callable(handler) else 0):
-            if isinstance(handler, FunctionType):
-                yield handler.__code__
-                break
-            inner = {MethodType: "__func__", partial: "func"}.get(type(handler), "__wrapped__")
-            handler = getattr(handler, inner, type(handler).__call__)
+        if callable(handler) and (function := function_of(handler)) is not None:
+            yield function.__code__
 
 
 def _package(frame: FrameType) -> str:

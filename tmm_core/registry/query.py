@@ -27,7 +27,7 @@ from types import CodeType
 from typing import Any, TypeVar
 
 import torch
-from tmm_base.guards import chain, suppress, traceback_of, unwrapped
+from tmm_base.guards import chain, function_of, suppress, traceback_of, unwrapped
 from tmm_cache.cache_errors import RecordError
 from tmm_cache.fields import (
     A_NAME,
@@ -461,9 +461,8 @@ _BASES = (Kernel, *Kernel.__mro__)
 
 def _code(kind: type, method: str) -> CodeType | None:
     """The code of a method or property; an attribute has none."""
-    member = inspect.getattr_static(kind, method, None)
-    function = getattr(member, "fget", None) or getattr(member, "func", None) or member
-    return getattr(unwrapped(function), "__code__", None)
+    member = function_of(inspect.getattr_static(kind, method, None))
+    return getattr(unwrapped(member), "__code__", None)
 
 
 def _class_place(kind: type) -> str:

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
-from tmm_base.guards import OWN_PACKAGES, suppress
+from tmm_base.guards import OWN_PACKAGES, function_of, suppress
 from tmm_base.stamps import stamp
 from tmm_cache.fields import NAME_MAX
 
@@ -92,8 +92,7 @@ def code_version(*kinds: type, functions: Iterable[object] = ()) -> str:
     files = [package_digest(module) for module in sorted(modules)]
     # A class may be made elsewhere (types.new_class), or have another package's methods.
     given = [value for base in bases for value in vars(base).values()]
-    found = map(_function_of, (*given, *functions))
-    written = [each for each in found if isinstance(each, FunctionType)]
+    written = list(filter(None, map(function_of, (*given, *functions))))
     names = {
         name
         for each in written
@@ -105,23 +104,11 @@ def code_version(*kinds: type, functions: Iterable[object] = ()) -> str:
         if top_level(name) not in LIBRARIES and _package(name) not in packages:
             packages.add(_package(name))
             files.append(package_digest(name))
-    binds = [_function_of(vars(base).get("bind")) for base in bases]
-    typed = any(is_typed(bind) for bind in binds if isinstance(bind, FunctionType))
+    binds = filter(None, (function_of(vars(base).get("bind")) for base in bases))
+    typed = any(map(is_typed, binds))
     if typed or None in files:
         return _of_process((*kinds, *written))
     return _short(*map(str, files))
-
-
-def _function_of(value: object) -> object:
-    """The function in a method, property, partial, cache or jit function, or of a callable object;
-    another object if there is none."""
-    for name in ("__func__", "func", "fget", "fn", "__wrapped__"):
-        if isinstance(value, FunctionType):
-            return value
-        value = getattr(value, name, value)
-    if isinstance(value, FunctionType):
-        return value
-    return getattr(type(value), "__call__", None)  # noqa: B004  # the function, which is read
 
 
 def is_typed(function: FunctionType) -> bool:

@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from tmm_base.guards import unwrapped
+from tmm_base.guards import function_of, unwrapped
 
 import tmm_core
 from tmm_core.epilogues import parse
@@ -257,6 +257,6 @@ class EpilogueConformance(Suite):
         for port in self.epilogue.outputs:
             if name == f"outputs.{port.name}":
                 function = port.device or port.of
-        code = getattr(unwrapped(getattr(function, "fn", function)), "__code__", None)
+        code = getattr(unwrapped(function_of(function)), "__code__", None)
         where = f" ({code.co_filename}:{code.co_firstlineno})" if code is not None else ""
         pytest.fail(f"{self.epilogue.name}: {what} is wrong: {fault}{where}", pytrace=False)
