@@ -92,7 +92,7 @@ def leftovers(folder: Path) -> list[Path]:
     found = []
     for path in files(folder, TEMPORARY):
         with suppress(OSError):
-            if os.stat(path, follow_symlinks=False).st_mtime < latest:
+            if os.stat(path).st_mtime < latest:
                 found.append(path)
     return found
 

@@ -51,10 +51,12 @@ def test_digest_ignores_order_and_tuples_but_no_value() -> None:
 
 
 def test_digest_refuses_values_that_are_not_json() -> None:
-    with pytest.raises(ValueError):
-        digest({"x": float("nan")})
-    with pytest.raises(TypeError, match="of type object is not JSON"):
-        digest({"x": object()})  # type: ignore[dict-item]
+    for number in ("nan", "inf", "-inf"):
+        with pytest.raises(ValueError):
+            digest({"x": float(number)})
+    for value in (object(), b"ab", bytearray(b"ab"), memoryview(b"ab"), {1}, 1j):
+        with pytest.raises(TypeError, match=f"of type {type(value).__name__} is not JSON"):
+            digest({"x": [value]})  # type: ignore[list-item]
 
 
 @pytest.mark.parametrize(

@@ -2085,6 +2085,8 @@ def test_samples_are_of_results_with_more_rows_than_samples(m: int, all_rows: bo
         assert 64 <= len(each) <= 66 or m == 1
         assert (each[0], each[-1]) == (0, m - 1)
     assert (found.rows is None) is (found.cols is None) is (found.in_cols is None) is all_rows
+    if found.cols is not None:
+        assert (found.cols[0], found.cols[-1]) == (0, 69)
     assert whole.rows is whole.cols is whole.in_cols is None
     assert len(whole.in_rows.numbers) == m
 

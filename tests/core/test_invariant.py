@@ -182,6 +182,17 @@ def test_inside_a_bucket_the_config_is_the_fastest_measured_there(tmp_path: Path
     assert chosen(d, 505, once) == ("one", 32, "k")
 
 
+def test_inside_a_bucket_an_arithmetic_is_as_fast_as_its_fastest_config(tmp_path: Path) -> None:
+    d, _ = dispatcher(FakeBlas(), Summing("one", {16: "k", 32: "k", 64: "other"}), root=tmp_path)
+    times = {
+        16: lambda m: 50.0 if m in LADDER else 30.0,
+        32: lambda m: 52.0 if m in LADDER else 90.0,
+        64: lambda m: 51.0,
+    }
+    timed(d, {("blas", 1): 60.0} | {("one", tile): time for tile, time in times.items()})
+    assert chosen(d, 64) == ("one", 16, "k")
+
+
 def test_kernels_share_an_arithmetic(tmp_path: Path) -> None:
     skinny = Summing("skinny", {1: "k16"}, against=lambda p: ["too many rows"] * (p.m > 16))
     tall = Summing("tall", {1: "k16", 2: "own"})

@@ -37,4 +37,25 @@ PLANTED = [
            "a quantised tensor of 8-bit floats is tuned apart from the same floats and a scale",
            ("tests/core/test_scale_grids.py::"
             "test_8_bit_floats_with_their_scale_and_beside_it_are_one_problem",)),
+    Mutant("planted-bytes", "tmm_cache/keys.py",
+           "bytes | bytearray | memoryview", "bytes | bytearray",
+           "a view of memory is stored as a list of its bytes",
+           ("tests/cache/test_cache_keys.py::test_digest_refuses_values_that_are_not_json",)),
+    Mutant("planted-fastest-inside", "dispatch/invariant.py",
+           "{name: min(us, there.times.get(name, math.inf))}", "{name: us}",
+           "an arithmetic counts as slow as its slowest config inside a bucket",
+           ("tests/core/test_invariant.py::"
+            "test_inside_a_bucket_an_arithmetic_is_as_fast_as_its_fastest_config",)),
+    Mutant("planted-last-columns", "verify/data_sets.py",
+           "_sample(rows.stop, self.device), _sample(cols.stop, self.device)",
+           "_sample(rows.stop, self.device), _sample(min(rows.stop, cols.stop), self.device)",
+           "columns beyond the number of rows are compared in few rows",
+           ("tests/core/test_boundaries_verify.py::"
+            "test_samples_are_of_results_with_more_rows_than_samples",)),
+    Mutant("planted-result-with-gaps", "tmm_blas/blas.py",
+           "if direct and out is not None and out.is_contiguous():",
+           "if direct and out is not None:",
+           "an 8-bit product into every second column of a matrix is wrong",
+           ("tests/plugins/test_boundaries_blas.py::"
+            "test_all_terms_of_an_8_bit_product_are_applied",)),
 ]  # fmt: skip
