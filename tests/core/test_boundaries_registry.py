@@ -46,7 +46,7 @@ from tmm_core import (
 )
 from tmm_core.epilogues import EPILOGUES, parse, text_of
 from tmm_core.interop import flops
-from tmm_core.registry import hooks, query
+from tmm_core.registry import hooks, places, query
 from tmm_core.registry.registry import Fault, Registry, Source
 from tmm_core.settings import current
 from tmm_core.spec import epilogue as epilogues
@@ -543,8 +543,8 @@ def test_the_line_of_a_class_is_found_without_parsing_its_file(
     kinds = module.A, module.B, module.B.C, type("D", (), {"__module__": "of_classes"})
     with monkeypatch.context() as context:
         context.setattr("ast.parse", None)
-        places = [query._class_place(kind) for kind in kinds]
-    assert places == [*(f"{tmp_path / 'of_classes.py'}:{line}" for line in (1, 4, 5)), ""]
+        found = [places._class_place(kind) for kind in kinds]
+    assert found == [*(f"{tmp_path / 'of_classes.py'}:{line}" for line in (1, 4, 5)), ""]
 
 
 def test_a_plugin_without_a_given_name_has_its_modules_or_its_classs() -> None:

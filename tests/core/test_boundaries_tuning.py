@@ -48,7 +48,8 @@ from tmm_core import (
 )
 from tmm_core.dispatch.lookup import Lookup
 from tmm_core.registry import query
-from tmm_core.registry.query import CheckedKernel, place_of
+from tmm_core.registry.places import place_of
+from tmm_core.registry.query import CheckedKernel
 from tmm_core.registry.registry import Registry, Source
 from tmm_core.spec import toolchain
 from tmm_core.spec.kernel import Candidate

@@ -31,7 +31,7 @@ EDGES = [
            "limit = limit if most is None else most",
            "copies of operands take more than the free memory",
            (f"{TUNING}::test_timed_operands_take_the_smaller_memory_limit",)),
-    Mutant("edges-folder", "registry/query.py",
+    Mutant("edges-folder", "registry/places.py",
            "os.path.dirname(file) + os.sep if packaged",
            "os.path.dirname(file) if packaged",
            "a fault of mine_too is reported as one of mine",

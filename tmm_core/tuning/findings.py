@@ -12,7 +12,8 @@ from typing import Any, get_args
 from tmm_base.guards import chain
 
 from tmm_core.errors import ConfigError, UnsupportedProblemError, name_of, warn, warn_of_plugin
-from tmm_core.registry.query import CheckedKernel, place_of
+from tmm_core.registry.places import place_of
+from tmm_core.registry.query import CheckedKernel
 from tmm_core.registry.registry import Source
 from tmm_core.spec.kernel import Kernel
 from tmm_core.tuning.untried import KernelVersion, Obstacle

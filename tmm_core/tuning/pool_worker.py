@@ -21,7 +21,8 @@ from typing import Any
 import torch
 
 from tmm_core.errors import error_text
-from tmm_core.registry.query import place_of, read_config
+from tmm_core.registry.places import place_of
+from tmm_core.registry.query import read_config
 from tmm_core.registry.registry import Registry
 from tmm_core.spec import watch
 from tmm_core.spec.device import DeviceFingerprint
