@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,10 @@ from tmm_core.verify import compare
 Tensor = torch.Tensor
 BF16 = torch.bfloat16
 N, K, G = 16, 256, 64
+#: From ``tests/written_by_packages.py``, whose groups have 64 values too.
+WRITTEN: dict[str, dict[str, Any]] = torch.load(
+    Path(__file__).with_name("written_by_packages.pt"), weights_only=True
+)
 
 
 def close(found: Tensor, expected: Tensor) -> None:
@@ -25,7 +30,7 @@ def check(weight: Quantized, values: Tensor) -> None:
     """The weight has these values, and multiplies with them."""
     assert weight.shape == values.shape
     torch.testing.assert_close(weight.dequantize().double(), values, rtol=1e-2, atol=1e-9)
-    x = torch.randn(5, K, dtype=BF16)
+    x = torch.randn(5, values.shape[-1], dtype=BF16)
     if values.dim() == 2:
         close(tmm_core.linear(x, weight), x.double() @ values.T)
 
@@ -50,6 +55,26 @@ def drawn(symmetric: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     codes = codes.clamp(0, 15).to(torch.int64)
     values = ((codes - zero[..., None]).double() * scale.double()[..., None]).flatten(-2)
     return codes.flatten(-2), zero, scale, values
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_what_packages_wrote(name: str) -> None:
+    written = WRITTEN[name]
+    values = written["values"].double()
+    if name == "hqq":
+        check(Quantized.from_hqq(written["W_q"], written["meta"]), values)
+        return
+    stored = [written[tensor] for tensor in ("qweight", "qzeros", "scales")]
+    if name == "autoawq":
+        check(Quantized.from_awq(*stored, group=G), values)
+        return
+    if name.endswith("activation order"):
+        with pytest.raises(ValueError, match="g_idx is not in order"):
+            Quantized.from_gptq(*stored, group=G, g_idx=written["g_idx"])
+        return
+    weight = Quantized.from_gptq(*stored, group=G, g_idx=written["g_idx"])
+    check(weight, values)
+    assert (weight.zero is None) is name.endswith("symmetric")
 
 
 @pytest.mark.parametrize(("version", "stored", "zero"), [(1, 15, 0), (1, 14, 15), (2, 0, 0)])

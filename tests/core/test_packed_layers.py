@@ -1,11 +1,12 @@
 """Layers of GPTQ and AWQ packages after ``convert``. The classes here have the names, buffers and
-arithmetic of the packages (gptqmodel 7.7, autoawq 0.2.9), and pack numbers one by one. Where a
-package is installed, its class is tested as well."""
+arithmetic of the packages (gptqmodel 7.7, autoawq 0.2.9), and pack numbers one by one. They also
+hold what the packages wrote. Where a package is installed, its class is tested as well."""
 
 from __future__ import annotations
 
 import copy
 import io
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +21,10 @@ from tmm_core.verify import compare
 Tensor = torch.Tensor
 K, N, GROUP = 128, 48, 32
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+#: From ``tests/written_by_packages.py``.
+WRITTEN: dict[str, dict[str, Any]] = torch.load(
+    Path(__file__).with_name("written_by_packages.pt"), weights_only=True
+)
 
 
 def words(rows: Tensor, order: Any = range(8)) -> Tensor:
@@ -201,6 +206,31 @@ def test_layers(
     assert not layer._parameters
     same(model.state_dict(), other.state_dict())
     close(model(x), other(x))
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("gptqmodel", TorchLinear), ("gptqmodel, activation order", TorchLinear),
+        ("auto_gptq", QuantLinear), ("auto_gptq, symmetric", QuantLinear),
+        ("autoawq", WQLinear_GEMM),
+    ],
+)  # fmt: skip
+def test_layers_with_what_packages_wrote(name: str, kind: Any) -> None:
+    written = WRITTEN[name]
+    values = written["values"]
+    layer = kind(k=values.shape[1], n=values.shape[0], bias=False)
+    layer.group_size = 64
+    for tensor in ("qweight", "qzeros", "scales", "g_idx"):
+        if tensor in written:
+            layer.register_buffer(tensor, written[tensor].clone())
+    layer._qzeros_format = 2 if name.startswith("gptqmodel") else 1
+    before = {tensor: t.clone() for tensor, t in layer.state_dict().items()}
+    report = convert(nn.Sequential(layer))
+    assert not report.left
+    x = torch.randn(5, values.shape[1], dtype=torch.float16)
+    close(layer(x), x.double() @ values.double().T)
+    same(layer.state_dict(), before)
 
 
 def test_gradients_are_refused() -> None:
