@@ -104,6 +104,33 @@ def gptqmodel() -> dict[str, Entry]:
     return found
 
 
+def torchao() -> dict[str, Entry]:
+    from torchao.prototype.mx_formats.mx_tensor import MXTensor
+
+    torch.manual_seed(0)
+    weight = MXTensor.to_mx(torch.randn(N, K), torch.float4_e2m1fn_x2, 32)
+    blocks = weight.qdata.view(torch.uint8).view(N, K // 32, 16)
+    scales = weight.scale.view(torch.uint8)
+    return {
+        "torchao": {"blocks": blocks, "scales": scales, "values": weight.dequantize(torch.float32)}
+    }
+
+
+def compressed_tensors() -> dict[str, Entry]:
+    from compressed_tensors.compressors.pack_quantized import helpers
+
+    layer, scale, zero = rounded(False)
+    each = (layer.weight.detach().unflatten(-1, (-1, GROUP)) / scale[..., None]).round()
+    codes = (each + (zero - 8)[..., None]).flatten(-2).to(torch.int8)
+    packed = helpers.pack_to_int32(codes, 4)
+    zeros = helpers.pack_to_int32((zero - 8).to(torch.int8), 4, packed_dim=0)
+    back = helpers.unpack_from_int32(packed, 4, torch.Size((N, K))).unflatten(-1, (-1, GROUP))
+    origin = helpers.unpack_from_int32(zeros, 4, torch.Size(zero.shape), packed_dim=0)
+    values = ((back.float() - origin.float()[..., None]) * scale[..., None]).flatten(-2)
+    stored = {"weight_packed": packed, "weight_scale": scale, "weight_zero_point": zeros}
+    return {"compressed_tensors": {**stored, "values": values}}
+
+
 def _gptq(packed: Any, values: Tensor) -> Entry:
     names = "qweight", "qzeros", "scales", "g_idx"
     return {name: getattr(packed, name) for name in names} | {"values": values}
@@ -115,6 +142,8 @@ WRITERS: dict[str, tuple[str, Callable[[], dict[str, Entry]]]] = {
     "autoawq": ("autoawq 0.2.9", autoawq),
     "auto_gptq": ("auto_gptq 0.7.1", auto_gptq),
     "gptqmodel": ("gptqmodel 7.7.0", gptqmodel),
+    "torchao": ("torchao 0.18.0", torchao),
+    "compressed_tensors": ("compressed-tensors 0.20.0", compressed_tensors),
 }
 
 

@@ -64,6 +64,13 @@ def test_what_packages_wrote(name: str) -> None:
     if name == "hqq":
         check(Quantized.from_hqq(written["W_q"], written["meta"]), values)
         return
+    if name == "torchao":
+        check(Quantized.from_mxfp4(written["blocks"], written["scales"]), values)
+        return
+    if name == "compressed_tensors":
+        names = "weight_packed", "weight_scale", "weight_zero_point"
+        check(Quantized.from_compressed(*(written[each] for each in names)), values)
+        return
     stored = [written[tensor] for tensor in ("qweight", "qzeros", "scales")]
     if name == "autoawq":
         check(Quantized.from_awq(*stored, group=G), values)
@@ -260,13 +267,3 @@ def test_the_last_word_of_compressed_zero_points_is_padded(n: int, words: int) -
     assert weight.dequantize().unique().tolist() == [-7.0]
     with pytest.raises(ValueError, match="weight_zero_point must be int32 of shape"):
         Quantized.from_compressed(packed, torch.ones(n, 2), zeros[:0])
-
-
-@pytest.mark.slow
-def test_weights_written_by_compressed_tensors() -> None:
-    """The package's own packing, of codes from -8 to 7."""
-    helpers = pytest.importorskip("compressed_tensors.compressors.pack_quantized.helpers")
-    codes, zero, scale, values = drawn(False)
-    packed = helpers.pack_to_int32((codes - 8).to(torch.int8), 4)
-    zeros = helpers.pack_to_int32((zero - 8).to(torch.int8), 4, packed_dim=0)
-    check(Quantized.from_compressed(packed, scale, zeros), values)

@@ -384,3 +384,12 @@ def test_a_class_that_is_not_proven_runs_its_own_forward(
     mlp.forward = kernel_layers.GatedMLP.forward.__get__(mlp)  # type: ignore[method-assign]
     call: Any = torch.compile(mlp, backend="eager", fullgraph=True) if compiled else mlp
     assert_close(call(x), expected)
+
+
+def test_experts_in_mxfp4_have_the_values_that_transformers_reads() -> None:
+    library("transformers")
+    reader = importlib.import_module("transformers.integrations.mxfp4").convert_moe_packed_tensors
+    blocks = torch.randint(0, 256, (3, 16, 4, 16), dtype=torch.uint8)
+    scales = torch.randint(120, 130, (3, 16, 4), dtype=torch.uint8)
+    weight = tmm_core.Quantized.from_mxfp4(blocks, scales)
+    assert torch.equal(weight.dequantize().bfloat16(), reader(blocks, scales).mT)
