@@ -67,6 +67,30 @@ def test_racing_first_calls_make_one_dispatcher(monkeypatch: pytest.MonkeyPatch)
     assert len({id(d) for d in made}) == 1
 
 
+@pytest.mark.parametrize("forked", [False, True])
+def test_a_signals_handler_may_call_while_the_dispatcher_is_made(
+    forked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = dispatch._Own()
+    if forked:
+        own.after_fork()
+    inner: list[Any] = []
+
+    def interrupted() -> Registry:
+        if not inner:
+            inner.append(None)
+            inner.append(own())
+        return Registry()
+
+    monkeypatch.setattr(Registry, "from_environment", interrupted)
+    thread = threading.Thread(target=own, daemon=True)
+    thread.start()
+    thread.join(PATIENCE)
+    assert not thread.is_alive()
+    assert len(inner) == 2
+    assert own.made is not None
+
+
 def test_no_thread_is_started_while_the_interpreter_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before Python 3.12 it would never run, and ``Thread.start`` would wait for it."""
     started = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -137,3 +138,21 @@ def test_layers_are_looked_at_where_nothing_hides_them(
         (40, "wrong"),
     ]
     assert "layer" in found[1]["path"]
+
+
+def test_records_that_nobody_waits_for_are_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C while one of many records is verified ends the command soon."""
+    compiled: list[Any] = []
+
+    def compile_record(record: Any, device: torch.device) -> None:
+        compiled.append(record)
+        time.sleep(0.02)
+
+    monkeypatch.setattr(verify, "_compiled", compile_record)
+    monkeypatch.setattr(verify, "compiling_threads", lambda: 1)
+    best = SimpleNamespace(kernel="blas", config={})
+    entry: Any = SimpleNamespace(record=SimpleNamespace(best=best, problem={}), path=Path("x"))
+    documents: Any = verify.verified([entry] * 50, torch.device("cpu"))
+    assert next(documents)["status"] == "stale"
+    documents.close()
+    assert len(compiled) < 25

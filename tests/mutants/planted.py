@@ -58,4 +58,19 @@ PLANTED = [
            "an 8-bit product into every second column of a matrix is wrong",
            ("tests/plugins/test_boundaries_blas.py::"
             "test_all_terms_of_an_8_bit_product_are_applied",)),
+    Mutant("planted-call-in-handler", "dispatch/__init__.py",
+           "self._lock = threading.RLock()  # a signal's handler may call\n        #: None",
+           "self._lock = threading.Lock()\n        #: None",
+           "a signal's handler that computes during the first call waits for ever",
+           ("tests/core/test_threads.py::"
+            "test_a_signals_handler_may_call_while_the_dispatcher_is_made",)),
+    Mutant("planted-third-stage", "triton/device_functions.py",
+           "for name in list(names)[1:]]", "for name in list(names)[1:2]]",
+           "Triton kernels leave out the third stage of an epilogue",
+           ("tests/plugins/test_triton_kernels.py::test_every_stage_of_a_chain_is_applied",)),
+    Mutant("planted-uncancelled", "commands/verify.py",
+           "pool.shutdown(wait=False, cancel_futures=True)", "pool.shutdown(wait=False)",
+           "after Ctrl-C tmm verify compiles all remaining records",
+           ("tests/core/test_verify_command.py::"
+            "test_records_that_nobody_waits_for_are_not_compiled",)),
 ]  # fmt: skip

@@ -180,6 +180,16 @@ def test_all_fused_terms_in_all_layouts(kernel: TritonKernel[Any], layouts: str)
 
 
 @interpreted
+@pytest.mark.parametrize("gated", [False, True])
+def test_every_stage_of_a_chain_is_applied(gated: bool) -> None:
+    kernel = GATES[0] if gated else Naive()
+    for text in ("tanh+scale(3)", "tanh+scale(3)+softcap(2)", "tanh+scale(3)+softcap(2)+relu"):
+        epilogue = f"swiglu+{text}" if gated else text
+        config = KERNELS[kernel] if gated else TileConfig(**TILE)
+        run(kernel, config, random(5, 16), random(16, 8), epilogue=epilogue)
+
+
+@interpreted
 @named(TAKES_ANY_STRIDE)
 def test_strides_of_any_kind(kernel: TritonKernel[Any]) -> None:
     config = KERNELS[kernel]
