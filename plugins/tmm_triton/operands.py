@@ -202,7 +202,8 @@ def build(
     for operand in (problem.a, problem.b):
         if operand.grid and operand.block[1] % config.BLOCK_K and "STEP" in fn.arg_names:
             raise ConfigError(f"{config} has steps of several groups of {operand.block[1]} values")
-    shared, known, divisible = _convention(problem)
+    convention = Convention(problem)
+    shared, known = convention.given, convention.constants
     known |= {name: value for name, value in config.to_json().items() if name.isupper()}
     if group := known.pop("GROUP_M", None):
         # Not a constant: for a long M half of the configs differ in nothing else.
@@ -215,7 +216,7 @@ def build(
     known |= constants or {}
     compiled: dict[str, Any] = {"num_warps": config.num_warps, "num_stages": config.num_stages}
     compiled |= reduction_order.options(problem) | options
-    return Build.of(fn, shared, known, divisible=divisible, options=compiled, grid=grid)
+    return Build.of(fn, shared, known, divisible=convention.divisible, options=compiled, grid=grid)
 
 
 def kind(operand: Operand) -> str | None:
@@ -232,72 +233,85 @@ def parts(problem: Problem) -> Typed:
     }
 
 
-def _convention(problem: Problem) -> tuple[Typed, dict[str, Any], dict[str, int]]:
+@dataclass
+class Convention:
     """Types and values, constants, and divisibility of the shared arguments. Strides are read in
     every call: the problem fixes only their class."""
-    groups = problem.groups
-    given: Typed = {"M": ("i32", problem.m), "N": ("i32", problem.n), "K": ("i32", problem.k)}
-    constants: dict[str, Any] = {
-        "EPILOGUE": device_function(problem.epilogue),
-        "STEP": step_function(problem, plain_step),
-        "PRECISION": "tf32" if problem.tf32 else "ieee",
-        "A_SCALE": kind(problem.a),
-        "B_SCALE": kind(problem.b),
-    }
-    divisible: dict[str, int] = {}
-    vector = VECTOR // min(problem.a.dtype.itemsize, problem.b.dtype.itemsize)
-    for tensor, dims in (("a", "mk"), ("b", "kn"), ("out", "mn"), ("residual", "mn")):
-        operand: Operand | None = getattr(problem, tensor)
-        if operand is None:
-            continue
-        *stack, rows, columns = problem.shape(tensor)
-        stacked = len(stack)
-        given[f"{tensor}_ptr"] = pointer(operand.dtype), tensor
+
+    problem: Problem
+    given: Typed = field(default_factory=dict)
+    constants: dict[str, Any] = field(default_factory=dict)
+    divisible: dict[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        problem = self.problem
+        self.given |= {"M": ("i32", problem.m), "N": ("i32", problem.n), "K": ("i32", problem.k)}
+        self.constants |= {
+            "EPILOGUE": device_function(problem.epilogue),
+            "STEP": step_function(problem, plain_step),
+            "PRECISION": "tf32" if problem.tf32 else "ieee",
+            "A_SCALE": kind(problem.a),
+            "B_SCALE": kind(problem.b),
+        }
+        for name, dims in (("a", "mk"), ("b", "kn"), ("out", "mn"), ("residual", "mn")):
+            if (operand := getattr(problem, name)) is not None:
+                self._add_matrix(name, operand, dims)
+        self._promise_sizes()
+        self._add_terms()
+        typed, known = scaled_step.arguments(problem)
+        self.given |= parts(problem) | typed
+        self.constants |= known
+
+    def _add_matrix(self, tensor: str, operand: Operand, dims: str) -> None:
+        *stack, rows, columns = self.problem.shape(tensor)
+        gathered = tensor == "a" and self.problem.groups and self.problem.groups.a_index
+        pointer_name, batch = f"{tensor}_ptr", f"stride_{tensor[0]}z"
+        self.given[pointer_name] = pointer(operand.dtype), tensor
+        multiples = {pointer_name: VECTOR}
         contiguous = {"row": 1, "col": 0, "strided": None}[operand.layout]
         step = VECTOR // operand.dtype.itemsize
         for i, (dim, extent) in enumerate(zip(dims, (rows, columns), strict=True)):
             name = f"stride_{tensor[0]}{dim}"
             if i == contiguous:
-                constants[name] = 1
-            elif extent <= 1 and (i or tensor != "a" or not (groups and groups.a_index)):
+                self.constants[name] = 1
+            elif extent <= 1 and (i or not gathered):
                 # A single row's stride is arbitrary and may not fit its type. Gathered rows may be
                 # any number.
-                constants[name] = 0
+                self.constants[name] = 0
             else:
-                given[name] = "i64" if operand.wide else "i32", (tensor, i + stacked)
-                if operand.aligned:
-                    divisible[name] = step
-        batch = f"stride_{tensor[0]}z"
-        if stacked:
-            given[batch] = "i64", (tensor, 0)
+                self.given[name] = "i64" if operand.wide else "i32", (tensor, i + len(stack))
+                multiples[name] = step
+        if stack:
+            self.given[batch] = "i64", (tensor, 0)
+            multiples[batch] = step
         else:
-            constants[batch] = 0
+            self.constants[batch] = 0
         if operand.aligned:
-            divisible[f"{tensor}_ptr"] = VECTOR
-            if stacked:
-                divisible[batch] = step
-    # Sizes affect vectorisation through the masks of contiguous dimensions. M is not specialised
-    # unless it is one, so that its values share compiled kernels.
-    sizes = {"N": problem.n, "K": problem.k}
-    if "col" in (problem.a.layout, problem.out.layout):
-        sizes["M"] = problem.m
-    divisible |= {name: vector for name, size in sizes.items() if size % vector == 0}
+            self.divisible |= multiples
 
-    if problem.bias is not None:
-        given["bias_ptr"] = pointer(problem.bias), "bias"
-        given["stride_bias"] = "i64", ("bias", -1)
-        if groups is None:
-            constants["stride_biasz"] = 0
-        else:
-            given["stride_biasz"] = "i64", ("bias", 0)
-    if problem.scaled:
-        given["alpha"] = "fp32", "alpha"
-    if groups is not None:
-        given["G"] = "i32", groups.count
-        extras = {name: dtype for name, dtype in groups.extras.items() if dtype is not None}
-        given |= {f"{name}_ptr": (pointer(dtype), name) for name, dtype in extras.items()}
-    given |= parts(problem)
-    typed, known = scaled_step.arguments(problem)
-    given |= typed
-    constants |= known
-    return given, constants, divisible
+    def _promise_sizes(self) -> None:
+        """Sizes affect vectorisation through the masks of contiguous dimensions. M is not
+        specialised unless it is one, so that its values share compiled kernels."""
+        problem = self.problem
+        vector = VECTOR // min(problem.a.dtype.itemsize, problem.b.dtype.itemsize)
+        sizes = {"N": problem.n, "K": problem.k}
+        if "col" in (problem.a.layout, problem.out.layout):
+            sizes["M"] = problem.m
+        self.divisible |= {name: vector for name, size in sizes.items() if size % vector == 0}
+
+    def _add_terms(self) -> None:
+        """The bias, alpha and the tensors of groups."""
+        problem, groups = self.problem, self.problem.groups
+        if problem.bias is not None:
+            self.given["bias_ptr"] = pointer(problem.bias), "bias"
+            self.given["stride_bias"] = "i64", ("bias", -1)
+            if groups is None:
+                self.constants["stride_biasz"] = 0
+            else:
+                self.given["stride_biasz"] = "i64", ("bias", 0)
+        if problem.scaled:
+            self.given["alpha"] = "fp32", "alpha"
+        if groups is not None:
+            self.given["G"] = "i32", groups.count
+            extras = {name: dtype for name, dtype in groups.extras.items() if dtype is not None}
+            self.given |= {f"{name}_ptr": (pointer(dtype), name) for name, dtype in extras.items()}

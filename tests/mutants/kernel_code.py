@@ -38,7 +38,7 @@ KERNELS = [
     Mutant(
         "ragged-one-row",
         "tmm_triton/operands.py",
-        'elif extent <= 1 and (i or tensor != "a" or not (groups and groups.a_index)):',
+        "elif extent <= 1 and (i or not gathered):",
         "elif extent <= 1:",
         "one indexed row is row 0",
         (f"{WIDE}::test_few_products_of_many_rows_and_many_of_few",),

@@ -197,7 +197,7 @@ REDRAWN = [
            "a compiled grouped product leaves out the rows' weights",
            ("tests/core/test_identity.py::test_a_graph_follows_a_list_in_every_kind_of_call",)),
     Mutant("redrawn-one-gathered-row", "tmm_triton/operands.py",
-           'elif extent <= 1 and (i or tensor != "a" or not (groups and groups.a_index)):',
+           "elif extent <= 1 and (i or not gathered):",
            "elif extent <= 1:", "a single gathered row is always the first",
            ("tests/plugins/test_boundaries_kernels.py::"
             "test_a_stride_of_a_single_row_is_read_only_if_rows_are_gathered",)),

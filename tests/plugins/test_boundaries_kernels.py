@@ -24,7 +24,7 @@ from tmm_triton.hopper.config import Constants
 from tmm_triton.hopper.operand_layout import described
 from tmm_triton.hopper.search_space import configs as hopper_configs
 from tmm_triton.hopper.warp_specialized import WarpSpecialized
-from tmm_triton.operands import TileConfig, Zeros, _convention
+from tmm_triton.operands import Convention, TileConfig, Zeros
 from tmm_triton.partials import MOST_WORKSPACE, reduction
 from tmm_triton.persistent import Persistent, PersistentConfig
 from tmm_triton.ragged import each
@@ -625,13 +625,13 @@ def test_a_stride_of_a_single_row_is_read_only_if_rows_are_gathered() -> None:
     """The kernel reads any row of ``a`` by an index, however few it computes."""
     one = replace(DECODE, m=1)
     groups = Groups(2, "m", a_index=torch.int64)
-    given, constants, _ = _convention(replace(one, groups=groups))
-    assert given["stride_am"][1] == ("a", 0)
-    assert constants["stride_om"] == 0
+    shared = Convention(replace(one, groups=groups))
+    assert shared.given["stride_am"][1] == ("a", 0)
+    assert shared.constants["stride_om"] == 0
     for plain in (one, replace(one, groups=Groups(2, "m"))):
-        given, constants, _ = _convention(plain)
-        assert constants["stride_am"] == 0
-        assert "stride_am" not in given
+        shared = Convention(plain)
+        assert shared.constants["stride_am"] == 0
+        assert "stride_am" not in shared.given
 
 
 def test_m_is_divisible_where_rows_are_along_it() -> None:
@@ -639,7 +639,7 @@ def test_m_is_divisible_where_rows_are_along_it() -> None:
     for a, out, vectors in ((row, row, False), (col, row, True), (row, col, True)):
         for m in (64, 65):
             problem = replace(DECODE, m=m, a=a, out=out)
-            assert ("M" in _convention(problem)[2]) is (vectors and m == 64)
+            assert ("M" in Convention(problem).divisible) is (vectors and m == 64)
 
 
 # -- what reports say of kernels -----------------------------------------------------------------
