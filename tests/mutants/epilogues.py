@@ -6,6 +6,7 @@ from mutant import Mutant
 
 FILES = "tests/core/test_epilogue_files.py"
 SPELLED = "tests/core/test_spellings.py::test_another_spelling_is_refused_with_advice"
+RESULTS = "tests/core/test_epilogue_results.py"
 JIT, PACKAGE = "triton/device_functions.py", "epilogues/__init__.py"
 
 EPILOGUE_FILES = [
@@ -45,4 +46,12 @@ EPILOGUE_FILES = [
            "an argument that no epilogue has is dropped", (SPELLED,)),
     Mutant("spelled-threshold", "epilogues/softplus.py", "(beta, threshold) == (1, 20)", "beta == 1",
            "another threshold is dropped", (SPELLED,)),
+    Mutant("reference-shape", "spec/epilogue.py", "if y.shape != inputs[0].shape:", "if False:",
+           "a residual broadcasts what an epilogue returned", (f"{RESULTS}::test_a_result_of_another_shape_is_refused",)),
+    Mutant("reference-unchecked-by-blas", "spec/epilogue.py", "self.reference if self.builtin else self.apply_to", "self.reference",
+           "BLAS returns what an epilogue returned", (f"{RESULTS}::test_a_result_of_another_shape_is_refused",)),
+    Mutant("recorded-dtype", "interop/gradients.py", "return y.to(z.dtype)  # a", "return y  # a",
+           "the result has another dtype while training", (f"{RESULTS}::test_a_reference_may_compute_in_another_dtype",)),
+    Mutant("gated-by-torch-dtype", "nn/gated_product.py", ".applied(gate, up).to(gate.dtype)", ".applied(gate, up)",
+           "down_proj gets another dtype", (f"{RESULTS}::test_a_layer_has_the_dtype_of_its_parameters",)),
 ]  # fmt: skip

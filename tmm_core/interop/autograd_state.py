@@ -68,8 +68,7 @@ def apply_stage(stage: Epilogue, z: Tensor) -> Tensor:
     # Torch has operators for the derivatives of built-in stages.
     if stage.derivative is not None and not stage.builtin:
         return record(_WithDerivative, stage, *inputs)
-    y: Tensor = stage.reference(*inputs, *stage.parameters)
-    return y
+    return stage.applied(*inputs)
 
 
 @contextmanager
@@ -129,7 +128,7 @@ class _WithDerivative(OneLevel):
         ctx.save_for_backward(*z)
         ctx.save_for_forward(*z)
         with below_autograd():
-            return stage.reference(*z, *stage.parameters)
+            return stage.applied(*z)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

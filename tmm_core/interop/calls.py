@@ -62,7 +62,7 @@ def is_traced(epilogue: EpilogueLike) -> bool:
 
 def traced(epilogue: Any, z: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
     """Return a call's result from its product, in torch's operators."""
-    y: torch.Tensor = epilogue.reference(*epilogue.inputs(z), *epilogue.parameters)
+    y: torch.Tensor = epilogue.applied(*epilogue.inputs(z))
     return (y if residual is None else y + residual).to(z.dtype)
 
 

@@ -285,6 +285,7 @@ def followed(z: Tensor, rest: Epilogue, eager: bool) -> Tensor:
     found = kernels(rest, z.shape[-1], z.dtype, z) if eager else None
     if found is not None:
         return follow(z, rest, found)  # type: ignore[no-any-return]
+    y = z
     for stage in rest.chain:
-        z = autograd_state.apply_stage(stage, z)
-    return z
+        y = autograd_state.apply_stage(stage, y)
+    return y.to(z.dtype)  # a reference may compute in another dtype

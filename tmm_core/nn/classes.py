@@ -106,7 +106,7 @@ class ProductLayer(nn.Module):
     def _by_library(self, x: Any) -> Any:
         """Return the result of the forward that the library's class has now."""
         y = self._library.forward(self, x)
-        return warm.epilogue_of(self._text).apply(y) if self._text else y
+        return warm.epilogue_of(self._text).apply(y).to(y.dtype) if self._text else y
 
     def _run(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """``function(*arguments)``, under the setting if it is set."""

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Union
 import torch
 from tmm_base.guards import suppress
 
-from tmm_core.errors import of_the_call, shown
+from tmm_core.errors import name_of, of_the_call, shown
 from tmm_core.spec.code import unique
 from tmm_core.spec.identity import (
     Code,
@@ -56,7 +56,8 @@ class Epilogue:
     Args:
         name: An identifier, as users write it in ``epilogue="…"``.
         reference: ``(z, *parameters) -> Tensor`` in torch; for a gated epilogue
-            ``(gate, up, *parameters)``. It has to accept any floating dtype, fp64 included.
+            ``(gate, up, *parameters)``. It has to accept any floating dtype, fp64 included, and to
+            return a tensor of its input's shape. The result is rounded to the call's dtype.
         device: The same function of fp32 blocks in Triton's language, its parameters annotated
             ``tl.constexpr``. It is a ``@triton.jit`` function or a plain one. A plain one is jitted
             when a kernel first fuses it, so that defining an epilogue need not import Triton. It
@@ -400,10 +401,12 @@ class Epilogue:
 
     @property
     def activation(self) -> Callable[[torch.Tensor], torch.Tensor] | None:
-        """The reference if it is one function of the product alone and the only result. None for a
+        """The function that computes the result from the product alone. None for a
         chain, a gated epilogue, one with parameters and one with outputs."""
         more = self.stages or self.gated or self.parameters or self.outputs
-        return None if more or self.is_identity else self.reference
+        if more or self.is_identity:
+            return None
+        return self.reference if self.builtin else self.apply_to
 
     def expression(
         self,
@@ -424,9 +427,30 @@ class Epilogue:
     def apply_to(self, *inputs: torch.Tensor) -> torch.Tensor:
         """Apply the reference to its :meth:`inputs`."""
         first, *others = self.chain
-        y = first.reference(*inputs, *first.parameters)
+        y = first.applied(*inputs)
         for stage in others:
-            y = stage.reference(y, *stage.parameters)
+            y = stage.applied(y)
+        return y
+
+    def applied(self, *inputs: torch.Tensor) -> torch.Tensor:
+        """Return the reference's result, without the stages after it.
+
+        Raises:
+            TypeError: A user's reference returned no tensor.
+            ValueError: It returned a tensor of another shape, which a residual, ``out`` or a chain
+                would broadcast.
+        """
+        y = self.reference(*inputs, *self.parameters)
+        if self.builtin or inputs[0].is_nested:  # torch compares ragged shapes
+            return y
+        if not isinstance(y, torch.Tensor):
+            kind = name_of(type(y))
+            raise TypeError(f"epilogue {self.name!r}: its reference returned {kind}, not a tensor")
+        if y.shape != inputs[0].shape:
+            raise ValueError(
+                f"epilogue {self.name!r}: its reference returned a tensor of shape "
+                f"{tuple(y.shape)} for one of shape {tuple(inputs[0].shape)}"
+            )
         return y
 
     def inputs(self, z: torch.Tensor) -> tuple[torch.Tensor, ...]:
