@@ -150,7 +150,7 @@ def _of_any_type(call: Arguments, epilogue: EpilogueLike, transposed: bool = Fal
             return _answer(call._replace(b=b), epilogue)
         except (NotImplementedError, TypeError) as error:
             reraise(error)
-            if not fallbacks.foreign(call.a, call.b, call.bias):
+            if not fallbacks.foreign(*call[:4]):
                 raise
     with compat.uncast(call.out):
         return fallbacks.by_type(call._replace(epilogue=traced_text_of(epilogue)), transposed)

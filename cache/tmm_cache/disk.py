@@ -159,7 +159,7 @@ def require_target(file: Path) -> None:
     """
     try:
         target = file.resolve()  # RuntimeError: a loop of links, before Python 3.13
-        if target.exists() and not target.is_file():
+        if file.exists() and not file.is_file():  # a pipe is no path once it is resolved
             # Renaming over it would replace /dev/null for the whole machine.
             raise UsageError(f"{file}: is not a regular file")
         if not target.parent.is_dir():

@@ -293,6 +293,10 @@ def test_export_into_a_device_or_nowhere_is_refused(
     assert fifo.is_fifo()
     assert main(["export", str(tmp_path / "no" / "such" / "folder.json")]) == 2
     assert len(capsys.readouterr().err.splitlines()) == 2
+    for end in os.pipe():  # as /dev/stdout may be; resolved, it is no path
+        assert main(["export", f"/dev/fd/{end}"]) == 2
+        assert capsys.readouterr().err.endswith(f"/dev/fd/{end}: is not a regular file\n")
+        os.close(end)
 
 
 def test_an_export_larger_than_import_accepts_is_refused(

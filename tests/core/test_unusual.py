@@ -309,6 +309,18 @@ def test_a_type_without_tmms_operators_multiplies_itself(
         tmm_core.matmul(given["input"], given["weight"], bias=bias.half())
 
 
+def test_so_does_a_residual_of_such_a_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Own, "takes", (*Own.takes, Tensor.add))
+    residual = torch.randn(4, 3)
+    expected = F.relu(A @ B) + residual
+    for function, b in ((tmm_core.matmul, B), (tmm_core.linear, B.t())):
+        torch.testing.assert_close(
+            function(A, b, residual=Own(residual), epilogue="relu"), expected
+        )
+        with pytest.raises(tmm_core.UnsupportedProblemError, match="a tensor of type Own"):
+            function(A, b, residual=Own(residual), kernel="triton.naive")
+
+
 @pytest.mark.parametrize("dtype", [None, torch.float32])
 def test_the_result_of_a_sparse_operand_has_the_dtype_of_a_dense_ones(dtype: Any) -> None:
     a, b = SQUARE.bfloat16(), torch.randn(4, 3).bfloat16()

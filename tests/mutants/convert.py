@@ -400,7 +400,7 @@ CONVERTED = [
            "undo() gives weights of another dtype than the biases of a model that was cast",
            ("tests/core/test_convert_quantised.py::test_weights_are_rounded",)),
     Mutant("convert-foreign-weight", "api.py",
-           "            if not fallbacks.foreign(call.a, call.b, call.bias):\n                raise\n", "            raise\n",
+           "            if not fallbacks.foreign(*call[:4]):\n                raise\n", "            raise\n",
            "a quantised weight is transposed, which its type cannot",
            (f"{MODELS}::test_quantised_weights",)),
     Mutant("convert-foreign-alpha", "interop/fallbacks.py",

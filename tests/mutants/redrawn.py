@@ -76,7 +76,7 @@ REDRAWN = [
            "Triton kernels decline scales for groups of 64",
            ("tests/plugins/test_scaled_step.py::test_groups_are_steps",)),
     Mutant("redrawn-type-of-a-bias", "interop/fallbacks.py",
-           "for t in call[:3] if foreign(t)", "for t in call[:2] if foreign(t)",
+           "for t in call[:4] if foreign(t)", "for t in call[:2] if foreign(t)",
            "an error does not name the type of the bias that caused it",
            ("tests/core/test_unusual.py::test_a_type_without_tmms_operators_multiplies_itself",)),
     Mutant("redrawn-ranks-outside", "interop/sharding.py",

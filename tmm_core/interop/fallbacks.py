@@ -93,7 +93,7 @@ def by_type(call: Arguments, linear: bool) -> Tensor:
         UnsupportedProblemError: A kernel is forced.
         RuntimeError, ValueError, TypeError: As torch raises them.
     """
-    kinds = {type(t).__name__ for t in call[:3] if foreign(t)}
+    kinds = {type(t).__name__ for t in call[:4] if foreign(t)}
     _refuse_what_torch_cannot(call, f"a tensor of type {' or '.join(sorted(kinds))}")
     parsed = epilogue_of(call.epilogue)
     # Only the type knows which dtypes it multiplies.
