@@ -356,7 +356,7 @@ FRESH = [
            "one more unsuccessful wait",
            ("tests/core/test_two_threads.py::test_turns_end_after_some_unsuccessful_waits",)),
     Mutant("convert-float64-rounded", "nn/stored_weights.py",
-           "if weight.dtype not in formats.PLAIN_DTYPES:", "if False:",
+           "if weight.dtype not in formats.FLOATS:", "if False:",
            "a layer of float64 raises after it was converted",
            ("tests/core/test_convert_quantised.py::"
             "test_every_format_and_layers_that_no_format_serves",)),

@@ -66,7 +66,7 @@ SWEPT = [
            "an output of an earlier call follows a variable that changed",
            ("tests/core/test_boundaries_spec.py::test_an_output_keeps_the_closure_variables_of_its_call",)),
     Mutant("swept-outputs-in-fp64", "spec/epilogue.py",
-           "if stage.outputs_of is not None and y.dtype in DTYPES:",
+           "if stage.outputs_of is not None and y.dtype in FLOATS:",
            "if (stage.outputs_of is not None):",
            "an output of an fp64 result is computed as of a narrow one",
            ("tests/core/test_boundaries_spec.py::test_all_outputs_at_once_need_narrow_results",)),

@@ -257,8 +257,9 @@ IMPLIED: dict[torch.dtype, Format] = {}
 #: verified again. Tmm's version determines its own formats.
 CODES: dict[str, str] = {}
 
-#: Dtypes of a plain operand that is multiplied by a stored one.
-PLAIN_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+#: The floating dtypes that kernels read and write: of plain operands, alone or beside stored ones,
+#: and of auxiliary outputs.
+FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def add(form: Format) -> None:
@@ -360,4 +361,4 @@ def pair(a: torch.dtype, b: torch.dtype, names: str = "") -> Pair:
     plain, is_named = (b, of_a) if forms[1] is None else (a, of_b)
     # Torch does not multiply a plain operand by 8-bit floats; a caller who names the format wants
     # this product.
-    return Pair(*forms, plain if is_named and plain in PLAIN_DTYPES else None, blocks)
+    return Pair(*forms, plain if is_named and plain in FLOATS else None, blocks)

@@ -12,24 +12,23 @@ from typing import Any
 import torch
 
 from tmm_core import compat
+from tmm_core.formats import FLOATS
+from tmm_core.formats.fp8 import FORMAT as FP8
 from tmm_core.spec.arguments import GROUPED_EXTRAS, Arguments, GroupedArguments
 
 Tensor = torch.Tensor
 
-#: The dtypes of operands that tmm answers; torch answers others.
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 #: The smallest magnitude of an alpha that tmm answers. BLAS does not read the product if alpha is 0
 #: in fp32, so that NaN and Inf in it do not count. A kernel multiplies them.
 LEAST_ALPHA = torch.finfo(torch.float32).tiny
 #: The largest magnitude of an alpha that tmm answers: torch refuses numbers beyond fp32.
 MOST_ALPHA = torch.finfo(torch.float32).max
-EIGHT_BIT = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def plain_call(offset: int, a: Tensor, b: Tensor, out: Tensor | None = None) -> Arguments | None:
     """Convert a call of ``mm`` or ``bmm``; ``offset`` are the low four bits of all addresses."""
     one_device = all(t.device == a.device for t in (b, out) if t is not None)
-    if offset or a.dtype not in DTYPES or a.dtype != b.dtype or not one_device:
+    if offset or a.dtype not in FLOATS or a.dtype != b.dtype or not one_device:
         return None
     if a.dim() < 2 or a.dim() != b.dim() or a.shape[:-2] != b.shape[:-2]:
         return None  # torch broadcasts no batch
@@ -69,11 +68,11 @@ def scaled_call(
     use_fast_accum: bool = False,
 ) -> Arguments | None:
     """Convert a call of ``_scaled_mm`` with scales per tensor, or per row and column."""
-    wide = out_dtype in DTYPES and scale_result is None
+    wide = out_dtype in FLOATS and scale_result is None
     if (
         not (wide and a.dim() == b.dim() == 2)
-        or a.dtype not in EIGHT_BIT
-        or b.dtype not in EIGHT_BIT
+        or a.dtype not in FP8.storage
+        or b.dtype not in FP8.storage
     ):
         return None
     if {scale_a.dtype, scale_b.dtype} != {torch.float32}:
@@ -105,7 +104,7 @@ def grouped_call(
 ) -> GroupedArguments | None:
     """Convert a call of ``_grouped_mm`` with ragged groups. Torch takes no bias and no other dtype
     of the result, and only rows or columns that start at multiples of 16 bytes."""
-    if offs is None or a.dtype not in DTYPES or a.dtype != b.dtype or a.dim() < 2 or b.dim() < 2:
+    if offs is None or a.dtype not in FLOATS or a.dtype != b.dtype or a.dim() < 2 or b.dim() < 2:
         return None
     if bias is not None or out_dtype not in (None, a.dtype):
         return None

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from tmm_core import compat
-from tmm_core.formats import PLAIN_DTYPES, pair
+from tmm_core.formats import FLOATS, pair
 from tmm_core.interop import autograd_state, flops
 from tmm_core.interop.libraries import TAGS, define
 from tmm_core.launch.check import announce_write, check_out, ranges_meet, result_dtype, strided
@@ -163,7 +163,7 @@ def _cast(
     def to(role: Role, value: Any) -> Any:
         eligible = role.cast and value is not None and len(kept) < 2 and role.name not in kept
         eligible = eligible and value.is_floating_point() and value.dtype != torch.float64
-        if role.widened and value is not None and value.dtype in PLAIN_DTYPES:
+        if role.widened and value is not None and value.dtype in FLOATS:
             return value if value.dtype is dtype else value.float()
         return value.to(dtype) if eligible else value
 

@@ -13,6 +13,7 @@ import torch
 
 from tmm_core import settings
 from tmm_core.errors import error_text, reraise, warn
+from tmm_core.formats import FLOATS
 from tmm_core.spec.device import fingerprint
 from tmm_core.spec.epilogue import Epilogue
 
@@ -20,8 +21,6 @@ if TYPE_CHECKING:
     from tmm_core.triton.pointwise import Pointwise
 
 NAME = settings.POINTWISE
-
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 #: Keyed by epilogue, width and dtype of the product, device, and settings.
 _found: dict[tuple[Any, ...], Pointwise | None] = {}
@@ -87,7 +86,7 @@ def _serves(epilogue: Epilogue, width: int, dtype: torch.dtype, device: torch.de
         NAME not in settings.current().disable
         and (device.type == "cuda" or (device.type == "cpu" and described.interpreted))
         and bool(described.triton)
-        and dtype in _DTYPES
+        and dtype in FLOATS
         and width > 0
         and all(
             stage.device is not None

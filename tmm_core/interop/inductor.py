@@ -23,8 +23,8 @@ from torch.fx import Node
 
 from tmm_core import compat, dispatch, settings
 from tmm_core.errors import error_text, reraise, warn
+from tmm_core.formats import FLOATS
 from tmm_core.interop import constants, operator, shared_input, tails
-from tmm_core.interop.aten_calls import DTYPES
 from tmm_core.interop.constants import added
 from tmm_core.interop.shared_input import Product
 from tmm_core.interop.tails import Tail, terms_of
@@ -145,7 +145,7 @@ class Rewrite(Pass):
         dtype = tail.product.meta["val"].dtype
         operands = [a, b, *(t for t in (bias, residual, tail.residual) if t is not None)]
         dtypes = {getattr(node.meta.get("val"), "dtype", None) for node in operands}
-        if dtype not in DTYPES or dtypes != {dtype}:
+        if dtype not in FLOATS or dtypes != {dtype}:
             return
         if residual is not None and tail.epilogue:
             return  # the summand is added before the activation

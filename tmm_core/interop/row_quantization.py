@@ -10,6 +10,7 @@ import torch
 from torch.autograd import forward_ad
 
 from tmm_core.errors import error_text, reraise, warn
+from tmm_core.formats import FLOATS
 from tmm_core.interop import autograd_state
 from tmm_core.interop.libraries import define
 from tmm_core.quantized import Quantized
@@ -18,7 +19,6 @@ from tmm_core.spec.device import fingerprint
 
 Tensor = torch.Tensor
 
-_FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 #: The sizes of the format's groups; 0: a whole row.
 _GROUPS = (0, 32, 64, 128)
 _E4M3 = torch.float8_e4m3fn
@@ -51,7 +51,7 @@ def quantize_rows(x: Tensor, *, group: int = 0) -> Quantized:
     """
     if type(group) is not int or group not in _GROUPS:
         raise ValueError(f"quantize_rows() has groups of 32, 64 or 128 values, or 0, not {group}")
-    if not isinstance(x, Tensor) or x.dtype not in _FLOATS or not x.dim():
+    if not isinstance(x, Tensor) or x.dtype not in FLOATS or not x.dim():
         raise TypeError(
             "quantize_rows() takes a tensor of rows in float16, bfloat16 or float32, not "
             f"{getattr(x, 'dtype', type(x).__name__)}"

@@ -67,7 +67,7 @@ def check(call: Arguments, epilogue: Epilogue) -> torch.Size:
 
 def refuse_dtypes(call: Arguments | GroupedArguments) -> NoReturn:
     """Raise the error of operands whose dtypes are not multiplied."""
-    plain = ", ".join(map(str, formats.PLAIN_DTYPES))
+    plain = ", ".join(map(str, formats.FLOATS))
     wanted = f"a dtype of {plain} with a quantised operand" if call.formats else "one dtype"
     raise RuntimeError(f"expected a and b to have {wanted}, got {call.a.dtype} and {call.b.dtype}")
 

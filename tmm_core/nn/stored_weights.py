@@ -30,7 +30,7 @@ def quantised(weight: Tensor, format: str) -> Quantized:
             multiply it with activations of the weight's dtype.
     """
     form, k = formats.named(format), weight.shape[-1]
-    if weight.dtype not in formats.PLAIN_DTYPES:
+    if weight.dtype not in formats.FLOATS:
         raise ValueError(f"products of {weight.dtype} take no quantised weight")
     fit = [size for rows, size in form.grids if rows == 1 and size and k % size == 0]
     group = max(fit, default=0) if form.pack > 1 or grids.ROW not in form.grids else 0

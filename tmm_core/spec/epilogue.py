@@ -25,6 +25,7 @@ import torch
 from tmm_base.guards import suppress
 
 from tmm_core.errors import name_of, of_the_call, shown
+from tmm_core.formats import FLOATS
 from tmm_core.spec.code import unique
 from tmm_core.spec.identity import (
     Code,
@@ -36,7 +37,7 @@ from tmm_core.spec.identity import (
     reader_of,
     reads_objects,
 )
-from tmm_core.spec.port import DTYPES, Port
+from tmm_core.spec.port import Port
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -477,7 +478,7 @@ class Epilogue:
         y = y.detach()
         found: list[torch.Tensor] = []
         for stage in self.chain:
-            if stage.outputs_of is not None and y.dtype in DTYPES:
+            if stage.outputs_of is not None and y.dtype in FLOATS:
                 found += stage.outputs_of(y)
             else:
                 found += [port.apply(y) for port in stage.outputs]

@@ -10,15 +10,13 @@ from typing import Any, Literal, get_args
 import torch
 
 from tmm_core.errors import of_the_call
+from tmm_core.formats import FLOATS
+from tmm_core.formats.fp8 import FORMAT as FP8
 
 Tensor = torch.Tensor
 
 Kind = Literal["scalar", "row", "col", "tile", "group"]
 Reduce = Literal["max", "sum"]
-
-#: Dtypes that outputs may have, and those that a tile with groups may have too.
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-NARROW = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 @dataclass(frozen=True)
@@ -62,7 +60,7 @@ class Port:
     def __post_init__(self) -> None:
         if not self.name.isidentifier():
             raise ValueError(f"output name must be an identifier, got {self.name!r}")
-        dtypes = (*DTYPES, *NARROW) if self.kind == "tile" and self.group else DTYPES
+        dtypes = (*FLOATS, *FP8.storage) if self.kind == "tile" and self.group else FLOATS
         for field, allowed in (("kind", get_args(Kind)), ("dtype", dtypes)):
             if getattr(self, field) not in allowed:
                 names = ", ".join(map(str, allowed))

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, get_args
 import torch
 
 from tmm_core.epilogues import BUILTIN, parse
-from tmm_core.formats import FORMATS, Format
+from tmm_core.formats import FLOATS, FORMATS, Format
 from tmm_core.formats.grids import ROW
 from tmm_core.spec.device import DeviceFingerprint, fingerprint, interpreting
 from tmm_core.spec.epilogue import EpilogueLike
@@ -155,7 +155,7 @@ class ProbeProblems(Suite):
     Attributes: See :class:`tmm_core.testing.KernelConformance`.
     """
 
-    dtypes: ClassVar[Sequence[torch.dtype]] = (torch.float16, torch.bfloat16, torch.float32)
+    dtypes: ClassVar[Sequence[torch.dtype]] = FLOATS
     sizes: ClassVar[Sequence[tuple[int, int, int]] | None] = None
     size: ClassVar[tuple[int, int, int] | None] = None
     epilogues: ClassVar[Sequence[EpilogueLike]] = (
@@ -197,7 +197,7 @@ class ProbeProblems(Suite):
 
     def probes_of_dtypes(self) -> Iterator[Problem]:
         for dtype in self.dtypes:
-            for out_dtype in (torch.float16, torch.bfloat16, torch.float32):
+            for out_dtype in FLOATS:
                 if out_dtype != dtype:
                     yield replace(self._probe(dtype=dtype), out=Operand(out_dtype))
         if torch.float32 in self.dtypes:

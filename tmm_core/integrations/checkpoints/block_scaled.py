@@ -28,7 +28,7 @@ def read(
     scale = weight_scale_inv
     if scale.dtype in grids.EXPONENTS:
         scale = grids.factors(scale.view(grids.EXPONENT), torch.float32)
-    elif scale.dtype not in formats.PLAIN_DTYPES:
+    elif scale.dtype not in formats.FLOATS:
         raise ValueError(
             f"weight_scale_inv must be float32, bfloat16, float16 or exponents (E8M0), "
             f"got {scale.dtype}"
