@@ -5,7 +5,6 @@ Other threads change that state as well. Their changes are neither reported nor 
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -36,7 +35,8 @@ _watching = threading.Lock()
 @contextmanager
 def _turn() -> Iterator[None]:
     """A context in which one call is watched at a time. A call that takes more than :data:`TURN`
-    seconds keeps its lock to itself: it is waited for once."""
+    seconds keeps its lock to itself: it is waited for once. So is a call of another thread that a
+    fork left out of the child."""
     global _watching
     lock = _watching
     if not lock.acquire(timeout=TURN):
@@ -46,16 +46,6 @@ def _turn() -> Iterator[None]:
         yield
     finally:
         lock.release()
-
-
-def _after_fork() -> None:
-    """Forget calls of the parent process's other threads."""
-    global _watching
-    _watching = threading.Lock()
-
-
-if hasattr(os, "register_at_fork"):  # absent on Windows
-    os.register_at_fork(after_in_child=_after_fork)
 
 
 #: How torch computes in this thread.
