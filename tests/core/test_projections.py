@@ -336,6 +336,17 @@ def test_the_operator(bias: bool, grad: bool) -> None:
         torch.testing.assert_close(many, expected)
 
 
+@pytest.mark.parametrize("learning", ["x", "a weight", "a bias"])
+def test_the_operator_has_the_gradient_of_any_operand(learning: str) -> None:
+    x, joint = torch.randn(2, 5, 8), torch.randn(9, 8)
+    weights, biases = [joint[:4], joint[4:]], [torch.randn(4), torch.randn(5)]
+    leaf = {"x": x, "a weight": weights[1], "a bias": biases[1]}[learning].requires_grad_()
+    y = projections.joint_linear(x, weights, biases)
+    expected = nn.functional.linear(x, torch.cat(weights), torch.cat(biases))
+    (found,), (right,) = (torch.autograd.grad(z.square().sum(), leaf) for z in (y, expected))
+    torch.testing.assert_close(found, right)
+
+
 @pytest.mark.parametrize("learning", ["x", "q.weight", "k.weight", "q.bias", "k.bias", ""])
 def test_projections_are_apart_while_autograd_records_any_operand(
     learning: str, joined: list[int]

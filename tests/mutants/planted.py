@@ -73,4 +73,21 @@ PLANTED = [
            "after Ctrl-C tmm verify compiles all remaining records",
            ("tests/core/test_verify_command.py::"
             "test_records_that_nobody_waits_for_are_not_compiled",)),
+    Mutant("planted-gradients-of-lists", "interop/libraries.py",
+           "(each if isinstance(each, list) else [each] for each in given)",
+           "([each] for each in given)",
+           "weights of compiled projections learn nothing if their input needs no gradient",
+           ("tests/core/test_projections.py::"
+            "test_the_operator_has_the_gradient_of_any_operand",)),
+    Mutant("planted-memory-of-groups", "hopper/config.py",
+           "max(bias, scales, grouped)", "max(bias, scales)",
+           "configs for quantised outputs are proposed that the GPU's memory cannot hold",
+           ("tests/plugins/test_warp_specialized.py::"
+            "test_what_threads_exchange_takes_shared_memory_of_its_own",)),
+    Mutant("planted-signal-in-driver", "tmm_triton/triton_kernel.py",
+           "    except Exception as error:  # any failed build means the same\n        reraise(error)\n",
+           "    except Exception:  # any failed build means the same\n",
+           "a timeout while Triton's driver is built takes the process's Triton kernels away",
+           ("tests/plugins/test_triton_kernels.py::"
+            "test_a_signals_handler_is_not_taken_for_a_driver_that_does_not_load",)),
 ]  # fmt: skip

@@ -4,11 +4,13 @@ than those proposed, so that a small matrix has every tail, split and tile order
 from __future__ import annotations
 
 import math
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -473,6 +475,35 @@ def test_declines_without_a_toolchain(
     monkeypatch.setattr(kernel_module.toolchain.sysconfig, "get_paths", lambda scheme: paths)
     monkeypatch.setattr(kernel_module.toolchain.shutil, "which", lambda name: f"/usr/bin/{name}")
     assert not kernel_module.missing_toolchain()
+
+
+def test_a_signals_handler_is_not_taken_for_a_driver_that_does_not_load(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def handler(number: int, frame: Any) -> None:
+        raise TimeoutError("from the handler")
+
+    class Driver:
+        """It is being built when a signal arrives."""
+
+        @property
+        def active(self) -> Any:
+            signal.raise_signal(signal.SIGUSR1)
+            raise AssertionError("the handler raises")
+
+    kernel_module._driver_fault.cache_clear()
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        with monkeypatch.context() as building:
+            building.setattr(kernel_module.triton.runtime, "driver", Driver())
+            with pytest.raises(TimeoutError, match="from the handler"):
+                kernel_module._driver_fault("Triton needs a C compiler")
+        loaded = SimpleNamespace(active=SimpleNamespace(utils=SimpleNamespace(launch=None)))
+        monkeypatch.setattr(kernel_module.triton.runtime, "driver", loaded)
+        assert kernel_module._driver_fault("Triton needs a C compiler") == ()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+        kernel_module._driver_fault.cache_clear()
 
 
 @pytest.mark.slow

@@ -578,6 +578,22 @@ def test_which_problems_may_have_tiles_of_two_products(instance: Problem) -> Non
         assert [c for c in KERNEL.configs(served) if c.narrow], served
 
 
+def test_what_threads_exchange_takes_shared_memory_of_its_own() -> None:
+    """A bias, or the 8-bit output of a strip with groups: one after the other, in the same place.
+    Compilers confirm it for some configs, in a slow test."""
+    config = dataclasses.replace(CONFIG, subtiles=2, num_stages=3)
+    plain = config.shared_memory(problem())
+    grouped = parse("silu").then(EPILOGUES["quantize"])
+    for bias, epilogue, most in (
+        (BF16, parse("silu"), 2 * 128 * 2),
+        (FP32, parse("silu"), 2 * 128 * 4),
+        (None, grouped, 2 * 4 * 16 * 128),
+        (FP32, grouped, 2 * 4 * 16 * 128),
+    ):
+        instance = dataclasses.replace(problem(bias=bias), epilogue=epilogue)
+        assert config.shared_memory(instance) - plain == most
+
+
 def test_a_residual_by_tma_needs_an_even_number_of_strips() -> None:
     fetched = problem(384, 6144, residual=Operand(BF16))
     found = [config for config in KERNEL.configs(fetched) if config.narrow]
