@@ -806,7 +806,8 @@ def test_values_are_given_to_the_first_parameters() -> None:
 
 def test_one_function_of_the_product_is_an_activation() -> None:
     plain = Epilogue("f", torch.tanh)
-    assert plain.activation is torch.tanh
+    assert plain.activation == plain.apply_to  # which checks the result
+    assert parse("relu").activation is parse("relu").reference
     others = (
         IDENTITY, plain.then(plain), replace(plain, gated=True), parse("swiglu"),
         replace(plain, parameters=(1.0,)), replace(plain, outputs=(Port("p", "tile"),)),

@@ -494,7 +494,7 @@ HALVES: dict[str, Any] = {"of": lambda y: y[..., ::2]}
     [
         ("reference", SQUARE, ""),
         ("reference", GLU, ""),
-        ("reference", replace(SQUARE, reference=lambda z, by: z[..., ::2]), r"\(22, 11\)"),
+        ("reference", replace(SQUARE, reference=lambda z, by: z[..., ::2]), r"shape \(22, 11\)"),
         ("reference", replace(SQUARE, reference=lambda z, by: z.float()), "torch.float32 for"),
         ("linear", Epilogue("triple", lambda z: 3 * z, linear=True), ""),
         ("linear", Epilogue("more", lambda z: 3 * z + 1, linear=True), "reference is wrong"),
@@ -510,7 +510,7 @@ HALVES: dict[str, Any] = {"of": lambda y: y[..., ::2]}
         ("output_vjp", Epilogue("triple", lambda z: 3 * z, linear=True,
                                 output_vjp=lambda grad, y: 3 * grad if y is None else grad), ""),
         ("outputs", replace(SQUARE, outputs=(Port("half", "row", reduce="max", **HALVES),)),
-         r"outputs.half is wrong: \(2, 11\)"),
+         r"`of` returned shape \(2, 11\)"),
     ],
 )  # fmt: skip
 def test_forms_of_an_epilogue(test: str, epilogue: Epilogue, fault: str) -> None:
@@ -519,7 +519,7 @@ def test_forms_of_an_epilogue(test: str, epilogue: Epilogue, fault: str) -> None
     if not fault:
         run(check, *arguments)
         return
-    with pytest.raises(Failed, match=fault):
+    with pytest.raises((Failed, ValueError), match=fault):
         run(check, *arguments)
 
 

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Union
 import torch
 from tmm_base.guards import suppress
 
-from tmm_core.errors import name_of, of_the_call, shown
+from tmm_core.errors import of_the_call, shown
 from tmm_core.formats import FLOATS
 from tmm_core.spec.code import unique
 from tmm_core.spec.identity import (
@@ -37,7 +37,7 @@ from tmm_core.spec.identity import (
     reader_of,
     reads_objects,
 )
-from tmm_core.spec.port import Port
+from tmm_core.spec.port import Port, returned
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -434,25 +434,12 @@ class Epilogue:
         return y
 
     def applied(self, *inputs: torch.Tensor) -> torch.Tensor:
-        """Return the reference's result, without the stages after it.
-
-        Raises:
-            TypeError: A user's reference returned no tensor.
-            ValueError: It returned a tensor of another shape, which a residual, ``out`` or a chain
-                would broadcast.
-        """
+        """Return the reference's result, without the stages after it. Raises as :func:`returned`
+        if a user's reference returned something else."""
         y = self.reference(*inputs, *self.parameters)
         if self.builtin or inputs[0].is_nested:  # torch compares ragged shapes
             return y
-        if not isinstance(y, torch.Tensor):
-            kind = name_of(type(y))
-            raise TypeError(f"epilogue {self.name!r}: its reference returned {kind}, not a tensor")
-        if y.shape != inputs[0].shape:
-            raise ValueError(
-                f"epilogue {self.name!r}: its reference returned a tensor of shape "
-                f"{tuple(y.shape)} for one of shape {tuple(inputs[0].shape)}"
-            )
-        return y
+        return returned("epilogue", "reference", self.name, y, inputs[0].shape)
 
     def inputs(self, z: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return the arguments of the reference, views of the whole product ``z``: gate and up, or

@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from tmm_core.errors import of_the_call
+from tmm_core.errors import name_of, of_the_call
 from tmm_core.formats import FLOATS
 from tmm_core.formats.fp8 import FORMAT as FP8
 
@@ -107,12 +107,16 @@ class Port:
     def terms(self, y: Tensor) -> Tensor:
         """Return the elements to be reduced or stored, in fp32, or in fp64 if ``y`` is."""
         wide = y.to(torch.promote_types(y.dtype, torch.float32))
-        if self.of is None or not self.group:
-            return wide if self.of is None else self.of(wide)
+        if self.of is None:
+            return wide
+        if not self.group:
+            return returned("output", "function `of`", self.name, self.of(wide), wide.shape)
         columns = wide.shape[-1]
         groups = -(-columns // self.group)
         padded = torch.nn.functional.pad(wide, (0, groups * self.group - columns))
-        found = self.of(padded.unflatten(-1, (groups, self.group)))
+        padded = padded.unflatten(-1, (groups, self.group))
+        shape = padded.shape if self.kind == "tile" else padded.shape[:-1]
+        found = returned("output", "function `of`", self.name, self.of(padded), shape)
         return found.flatten(-2)[..., :columns] if self.kind == "tile" else found
 
     def reduced(self, terms: Tensor) -> Tensor:
@@ -134,3 +138,19 @@ class Port:
 
     def __str__(self) -> str:
         return f"{self.name} ({self.kind}{f' {self.reduce}' if self.reduce else ''})"
+
+
+def returned(whose: str, what: str, name: str, y: Any, shape: torch.Size) -> Tensor:
+    """Return ``y``, which the user's function ``what`` returned.
+
+    Raises:
+        TypeError: It is not a tensor.
+        ValueError: It has another shape. Later operators would broadcast it.
+    """
+    if not isinstance(y, Tensor):
+        kind = name_of(type(y))
+        raise TypeError(f"{whose} {name!r}: its {what} returned {kind}, not a tensor")
+    if y.shape != shape:
+        found, wanted = tuple(y.shape), tuple(shape)
+        raise ValueError(f"{whose} {name!r}: its {what} returned shape {found}, not {wanted}")
+    return y
