@@ -30,7 +30,7 @@ from tmm_core.launch.check import (
     check_tensors,
     is_integral,
     number,
-    refuse_complex_alpha,
+    refuse_alpha,
     refuse_gradients_of_out,
 )
 from tmm_core.launch.plan import Plan
@@ -232,7 +232,7 @@ def _scaled(call: Arguments) -> Tensor:
             refuse_gradients_of_out()
         read = out is not None or (alpha.device.type == "cpu" and not differentiated)
         if alpha.is_complex() and not (read or a.is_complex()):
-            refuse_complex_alpha()
+            refuse_alpha()
         # A product of integers has no derivative, and torch rounds its alpha to an integer.
         if read or is_integral(call):
             value = number("matmul", alpha.detach(), a)

@@ -362,12 +362,8 @@ NUMBERS: list[Any] = [
 ]  # fmt: skip
 
 
-@pytest.mark.filterwarnings("ignore:Casting complex values to real")  # torch's, for complex64
-@pytest.mark.parametrize("alpha", NUMBERS, ids=lambda value: f"{type(value).__name__} {value}")
-def test_alpha_takes_the_numbers_that_addmm_takes(alpha: Any) -> None:
-    a, b, bias = randn(4, 8, dtype=FP32), randn(8, 6, dtype=FP32), randn(6, dtype=FP32)
-    wanted = torch.addmm(bias, a, b, alpha=alpha)
-    whole: dict[str, Callable[[], Tensor]] = {
+def ways(a: Tensor, b: Tensor, bias: Tensor, alpha: Any) -> dict[str, Callable[[], Tensor]]:
+    return {
         "matmul": lambda: tmm_core.matmul(a, b, bias=bias, alpha=alpha),
         "recorded": lambda: tmm_core.matmul(recording(a), b, bias=bias, alpha=alpha),
         "linear": lambda: tmm_core.linear(a, b.t().contiguous(), bias, alpha=alpha),
@@ -379,9 +375,32 @@ def test_alpha_takes_the_numbers_that_addmm_takes(alpha: Any) -> None:
         "batch": lambda: tmm_core.grouped_matmul(a[None], b[None], bias=bias, alpha=alpha)[0],
         "forced": lambda: tmm_core.matmul(a, b, bias=bias, alpha=alpha, kernel="blas"),
     }
-    for name, call in whole.items():
+
+
+@pytest.mark.filterwarnings("ignore:Casting complex values to real")  # torch's, for complex64
+@pytest.mark.parametrize("alpha", NUMBERS, ids=lambda value: f"{type(value).__name__} {value}")
+def test_alpha_takes_the_numbers_that_addmm_takes(alpha: Any) -> None:
+    a, b, bias = randn(4, 8, dtype=FP32), randn(8, 6, dtype=FP32), randn(6, dtype=FP32)
+    wanted = torch.addmm(bias, a, b, alpha=alpha)
+    for name, call in ways(a, b, bias, alpha).items():
         torch.testing.assert_close(call().detach(), wanted, msg=lambda text, n=name: f"{n}: {text}")
     assert tmm_core.problem(a, b, alpha=alpha).scaled is bool(complex(alpha) != 1)
+
+
+@pytest.mark.parametrize("alpha", [1e39, -3.5e38, np.float64(1e300)])
+@pytest.mark.parametrize("dtype", [FP32, torch.bfloat16, torch.float64])
+def test_alpha_beyond_fp32_is_for_fp64(dtype: torch.dtype, alpha: float) -> None:
+    a, b, bias = randn(4, 8, dtype=dtype), randn(8, 6, dtype=dtype), randn(6, dtype=dtype)
+    largest = torch.finfo(FP32).max
+    usual = ways(a, b, bias, largest)
+    for name, call in ways(a, b, bias, alpha).items():
+        usual[name]()  # its plan must not answer the next call
+        if dtype is torch.float64:
+            torch.testing.assert_close(call().detach(), torch.addmm(bias, a, b, alpha=alpha))
+        else:
+            with pytest.raises(RuntimeError, match="value cannot be converted to type float with"):
+                call()
+    assert not tmm_core.matmul(a.abs(), b.abs(), alpha=float("inf")).isfinite().any()
 
 
 @pytest.mark.parametrize("alpha", [np.float32(2), np.int64(2), True])

@@ -14,15 +14,18 @@ import torch
 from tmm_core import compat
 from tmm_core.formats import FLOATS
 from tmm_core.formats.fp8 import FORMAT as FP8
-from tmm_core.spec.arguments import GROUPED_EXTRAS, Arguments, GroupedArguments
+from tmm_core.spec.arguments import (
+    GROUPED_EXTRAS,
+    MOST_ALPHA,
+    Arguments,
+    GroupedArguments,
+)
 
 Tensor = torch.Tensor
 
 #: The smallest magnitude of an alpha that tmm answers. BLAS does not read the product if alpha is 0
 #: in fp32, so that NaN and Inf in it do not count. A kernel multiplies them.
 LEAST_ALPHA = torch.finfo(torch.float32).tiny
-#: The largest magnitude of an alpha that tmm answers: torch refuses numbers beyond fp32.
-MOST_ALPHA = torch.finfo(torch.float32).max
 
 
 def plain_call(offset: int, a: Tensor, b: Tensor, out: Tensor | None = None) -> Arguments | None:

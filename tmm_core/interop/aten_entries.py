@@ -24,7 +24,6 @@ from tmm_core import compat
 from tmm_core.interop.aten_answers import INSIDE, THROUGH, Operator, answers, through
 from tmm_core.interop.aten_calls import (
     LEAST_ALPHA,
-    MOST_ALPHA,
     call_with_summand,
     grouped_call,
     grouped_launch,
@@ -36,6 +35,7 @@ from tmm_core.launch.check import PLAIN, ranges_meet
 from tmm_core.launch.codegen import written
 from tmm_core.launch.nesting import add_entry
 from tmm_core.settings import overridden
+from tmm_core.spec.arguments import MOST_ALPHA
 
 Tensor = torch.Tensor
 

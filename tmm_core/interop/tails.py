@@ -19,7 +19,8 @@ from torch.fx import Node
 
 from tmm_core import compat
 from tmm_core.epilogues import ACTIVATIONS, GATED_BY, named
-from tmm_core.interop.aten_calls import LEAST_ALPHA, MOST_ALPHA
+from tmm_core.interop.aten_calls import LEAST_ALPHA
+from tmm_core.spec.arguments import MOST_ALPHA
 
 aten, convert = torch.ops.aten, torch.ops.prims.convert_element_type.default
 

@@ -14,7 +14,14 @@ from tmm_core import compat, formats
 from tmm_core.errors import reraise, warn
 from tmm_core.formats import Format, Pair, grids
 from tmm_core.launch.output_memory import check_outputs
-from tmm_core.spec.arguments import PART, PARTS, TENSORS, Arguments, GroupedArguments
+from tmm_core.spec.arguments import (
+    MOST_ALPHA,
+    PART,
+    PARTS,
+    TENSORS,
+    Arguments,
+    GroupedArguments,
+)
 from tmm_core.spec.epilogue import Epilogue
 
 #: Torch's code for a tensor that overlaps itself. Another code means "unknown".
@@ -26,6 +33,8 @@ PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 #: Names of arguments that cannot be left out.
 _OPERANDS = ("a", "b", "x", "weight")
 
+#: Dtypes of which a product's ``alpha`` may exceed fp32.
+_WIDE = (torch.float64, torch.complex128)
 _OUT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -87,6 +96,9 @@ def check_terms(
             f"gated epilogue {epilogue.name!r} needs b of width 2N (gate and up halves), "
             f"got b of shape {tuple(b.shape)}"
         )
+    alpha = call.alpha  # in a graph it may be a symbol
+    if type(alpha) is float and MOST_ALPHA < abs(alpha) < math.inf and own not in _WIDE:
+        refuse_alpha()
     result = out_dtype or own
     if result not in _OUT_DTYPES and (pair.stored or result != own):
         raise TypeError(f"out_dtype must be a floating dtype of 16 bits or more, got {out_dtype}")
@@ -162,14 +174,14 @@ def number(function: str, alpha: Any, operand: Any = None) -> Any:
         if not alpha.imag:
             return alpha.real
         if not (isinstance(operand, torch.Tensor) and operand.is_complex()):
-            refuse_complex_alpha()
+            refuse_alpha()
     elif isinstance(alpha, int) and type(alpha) is not bool and not -(2**63) <= alpha < 2**64:
         raise OverflowError("int too big to convert")
     return alpha
 
 
-def refuse_complex_alpha() -> NoReturn:
-    """Raise torch's error for a complex ``alpha`` of a product that is not complex."""
+def refuse_alpha() -> NoReturn:
+    """Raise torch's error for an ``alpha`` that is complex or too large for the product's dtype."""
     raise RuntimeError("value cannot be converted to type float without overflow")
 
 

@@ -87,6 +87,10 @@ class GroupedArguments(NamedTuple):
         return [t for t in self.tensors if t is not None]
 
 
+#: The largest magnitude of an alpha that is neither infinite nor of a product in fp64.
+MOST_ALPHA = torch.finfo(torch.float32).max
+
+
 class Role(NamedTuple):
     """The role of one argument in the handling of calls.
 
@@ -135,7 +139,8 @@ ROLE = {
         Role("b", "Tensor", SIGNATURE, "kN", cast=True),
         Role("bias", "Tensor?", SIGNATURE, "N", cast=True),
         Role("residual", "Tensor?", SIGNATURE, "mn", cast=True),
-        Role("alpha", "Scalar", "{0} == 1.0"),
+        # Torch refuses a number beyond fp32 for most dtypes: it must not use another number's plan.
+        Role("alpha", "Scalar", f"{{0}} == 1.0 or 2 + ({MOST_ALPHA} < abs({{0}}) < 1e999)"),
         Role("epilogue", "str", "{0}"),
         Role("out_dtype", "ScalarType?", "{0}"),
         # Kernels index a scale only by row or column, so it is made contiguous.
