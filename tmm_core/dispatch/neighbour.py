@@ -72,7 +72,8 @@ class Neighbours:
         ranked = []
         for found in self.families().get(_family(wanted), ()):
             rank = _rank(found, problem.device)
-            octaves = _octaves(wanted, found.record)
+            sizes = [(wanted[name], found.record[name]) for name in _SIZES]
+            octaves = sum(abs(math.log2(max(1, size) / tuned)) for size, tuned in sizes)
             if rank is not None and octaves <= FARTHEST:
                 order = (rank, octaves, str(found.path))
                 ranked.append((order, found))
@@ -103,7 +104,3 @@ def _family(document: Mapping[str, Any]) -> bytes | None:
     with suppress(RecursionError):
         return msgspec.json.encode(shared, enc_hook=dict, order="sorted")  # dict: of any mapping
     return None
-
-
-def _octaves(wanted: Mapping[str, Any], tuned: Mapping[str, Any]) -> float:
-    return sum(abs(math.log2(max(1, wanted[s]) / tuned[s])) for s in _SIZES)

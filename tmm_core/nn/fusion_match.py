@@ -193,17 +193,14 @@ def _gating(graph: fx.Graph, known: Mapping[str, Activation]) -> Gating:
     left, right = _factors(_argument(down))
     for gated, factor in ((left, right), (right, left)):
         act = str(gated.target) if gated.op == "call_module" else None
-        name = of_node(gated, GATED_BY) if act is None else _epilogue(known.get(act))
+        found = None if act is None else known.get(act)
+        name = of_node(gated, GATED_BY) if act is None else found and found.epilogue
         if name in GATED_BY:
             gate, up = _called(_argument(gated)), _called(factor)
             names = (str(gate.target), str(up.target), str(down.target))
             if _argument(gate) is x and _argument(up) is x and len(set(names)) == 3:
                 return Gating(names, act, GATED_BY[name])
     raise NotProvenError("its gate is not an activation with a gated epilogue")
-
-
-def _epilogue(found: Activation | None) -> str | None:
-    return None if found is None else found.epilogue
 
 
 def _factors(product: fx.Node) -> tuple[fx.Node, fx.Node]:

@@ -53,7 +53,7 @@ def gated(mlp: Any, gate: Any, up: Any, x: Tensor) -> Tensor | None:
     # Each rank's gradient of x is a term of the sum over the columns.
     local: Any = x.to_local(grad_placements=[Partial()]) if learns else local_tensor(x)
     if hasattr(local, "wait"):  # a collective is in flight
-        local = _awaited(local) if learns else local.wait()
+        local = _Awaited.apply(local) if learns else local.wait()  # type: ignore[no-untyped-call]
     shards: Any = [[p.to_local() for p in each] for each in (of_gate, of_up)] if learns else held
     biases = [pair[1] if len(pair) > 1 else None for pair in shards]
     y = _product(local, shards[0][0], shards[1][0], *biases, mlp._text)
@@ -174,7 +174,3 @@ class _Awaited(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         return grad
-
-
-def _awaited(t: Tensor) -> Tensor:
-    return _Awaited.apply(t)  # type: ignore[no-untyped-call,no-any-return]

@@ -292,7 +292,8 @@ class Registry:
     def _watched(self, what: str, source: Source) -> Iterator[None]:
         """A context for an import or a hook of ``source``. It restores how torch computes."""
         around = changes_nothing() if source.is_ours else self.around_import()
-        message = f"{what} of {source} does not return{_advice(source)}"
+        advice = f"to do without it, set TMM_DISABLE_PLUGINS={source.plugin}"
+        message = f"{what} of {source} does not return; {advice}"
         with watched(lambda: message), around as changed:
             yield
         if changed:
@@ -481,10 +482,6 @@ def _fault(source: Source, reason: str, error: BaseException | None) -> Fault:
     place = foreign_place(error)
     drop_frames(error)
     return Fault(source, reason, error, place)
-
-
-def _advice(source: Source) -> str:
-    return f"; to do without it, set TMM_DISABLE_PLUGINS={source.plugin}"
 
 
 def _blas() -> Kernel[Any]:
