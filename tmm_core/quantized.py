@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -226,6 +227,13 @@ class Quantized(torch.Tensor):
         names = ["stored", "scale"] + ([] if self.zero is None else ["zero"])
         return names, self._how
 
+    def _stable_hash_for_caching(self) -> str:
+        """The text under which torch's cache of compiled graphs finds graphs of such a tensor.
+        Without it torch warns, and a program whose warnings are errors compiles in each process."""
+        names, how = self.__tensor_flatten__()
+        forms = [_form_for_caching(getattr(self, name)) for name in names]
+        return hashlib.sha256(repr((how, self.requires_grad, forms)).encode()).hexdigest()
+
     @classmethod
     def __tensor_unflatten__(
         cls, parts: dict[str, Tensor], how: Any, size: Any, stride: Any
@@ -344,6 +352,13 @@ def _is_exporting() -> bool:
 def _is_constant(t: Any) -> bool:
     """Whether ``t`` is a constant of a program that is exported, and not one of its parameters."""
     return _is_exporting() and isinstance(t, Quantized) and type(t.stored) is Tensor
+
+
+def _form_for_caching(t: Any) -> Any:
+    """What a compiled graph may depend on: all but a part's values and address."""
+    if isinstance(t, compat.dtensor()):
+        return t._stable_hash_for_caching()
+    return t.dtype, t.shape, t.stride(), t.device, t.requires_grad, t.is_inference()
 
 
 def _advice(operator: Any, first: Any) -> str:

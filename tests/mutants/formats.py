@@ -25,6 +25,7 @@ CHECK = "launch/check.py"
 OPERAND = "spec/operand.py"
 
 _FOLDED = "tests/core/test_quantized_tensor.py::test_parts_are_folded_as_their_operands"
+CACHED = "tests/core/test_quantized_tensor.py::test_torchs_cache_of_graphs_knows_it_by_all_but_its_values"
 
 FORMATS = [
     Mutant("fold-vector-scales", "launch/fold.py", "self._parts(t[None] if t.dim() == 1 else t, -1)",
@@ -176,4 +177,8 @@ FORMATS = [
            "all columns of an expert have the zero point of the first", EXPERTS),
     Mutant("int8-clamp", "formats/int8.py", ".round().clamp(-128, 127)", ".round()",
            "large numbers change their sign", (f"{QUANTIZED}::test_int8_saturates",)),
+    Mutant("quantized-cache-how", "quantized.py", "repr((how, self.requires_grad, forms))", "repr(forms)",
+           "torch's cache gives a weight the graph of another format", (CACHED,)),
+    Mutant("quantized-cache-strides", "quantized.py", "return t.dtype, t.shape, t.stride(), t.device,", "return t.dtype, t.shape, t.device,",
+           "torch's cache gives a weight the graph of another layout", (CACHED,)),
 ]  # fmt: skip
