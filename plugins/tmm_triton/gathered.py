@@ -22,8 +22,9 @@ from tmm_core.triton import pointer
 from tmm_triton.hopper.config import WarpSpecializedConfig
 from tmm_triton.hopper.operand_layout import ALIGNMENT
 from tmm_triton.hopper.warp_specialized import WarpSpecialized
-from tmm_triton.mixed_input import MixedInput, MixedInputConfig
 from tmm_triton.operands import Build
+from tmm_triton.packed.mixed_input import MixedInput
+from tmm_triton.packed.mixed_input_config import MixedInputConfig
 from tmm_triton.triton_kernel import Built, version_with
 
 C = TypeVar("C", bound=Config)

@@ -17,7 +17,7 @@ KERNELS = {
     "triton.split_k": ("split_k", "SplitK"),
     "triton.skinny": ("skinny", "Skinny"),
     "triton.streaming": ("streaming", "Streaming"),
-    "triton.mixed_input": ("mixed_input", "MixedInput"),
+    "triton.mixed_input": ("packed.mixed_input", "MixedInput"),
     "triton.fused_epilogue": ("tiled", "FusedEpilogue"),
     "triton.persistent": ("persistent", "Persistent"),
     "triton.warp_specialized": ("hopper.warp_specialized", "WarpSpecialized"),

@@ -12,7 +12,8 @@ pytest.importorskip("triton.experimental.gluon")
 
 import test_streaming_gpu
 from test_streaming_gpu import check_bias_and_silu, close, weight
-from tmm_triton.mixed_input import Constants, MixedInput
+from tmm_triton.packed.mixed_input import MixedInput
+from tmm_triton.packed.mixed_input_config import Constants
 
 import tmm_core
 from tmm_core import Quantized

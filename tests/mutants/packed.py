@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from mutant import Mutant
 
-DEVICE = "tmm_triton/mixed_input_device.py"
 MIXED = "tests/plugins/test_mixed_input.py"
 PROGRAMS = "tests/plugins/test_word_programs.py::test_every_pair"
 SHARED = (f"{MIXED}::test_consumers_share_columns_and_steps",)
@@ -20,7 +19,7 @@ PARTS = (f"{MIXED}::test_tiles_have_two_parts",)
 PACKED = [
     Mutant(
         "mixed-waits",
-        "tmm_triton/mixed_input.py",
+        "tmm_triton/packed/mixed_input.py",
         'for c in fitting if "wait" in ways(problem)]',
         'for c in fitting if "b" in ways(problem)]',
         "a tuning of few rows tries only configs that do not overlap the previous launch",
@@ -44,7 +43,7 @@ PACKED = [
     ),
     Mutant(
         "parts-loaded",
-        DEVICE,
+        "tmm_triton/packed/mixed_input_kernel.py",
         "[m + C.first, step * C.BLOCK_K]",
         "[m, step * C.BLOCK_K]",
         "the other part of a tile has the rows of the first",
@@ -52,7 +51,7 @@ PACKED = [
     ),
     Mutant(
         "parts-scaled",
-        DEVICE,
+        "tmm_triton/packed/mixed_input_consumer.py",
         "_scaled_up(acc[1], part[1], scale)",
         "part[1]",
         "the other part of a tile has the sums of the last step",
@@ -60,7 +59,7 @@ PACKED = [
     ),
     Mutant(
         "parts-shared",
-        DEVICE,
+        "tmm_triton/packed/tile_sums.py",
         "register * THREADS + ROW * C.rows",
         "register * THREADS",
         "the other part's sums replace those of the first in the workspace",
@@ -68,7 +67,7 @@ PACKED = [
     ),
     Mutant(
         "sums-scaled-by-mode",
-        "tmm_triton/mixed_input.py",
+        "tmm_triton/packed/mixed_input_config.py",
         'method == "pair" and not problem.batch_invariant',
         'method == "pair"',
         "in batch-invariant mode M decides whether values are rounded",
@@ -76,15 +75,15 @@ PACKED = [
     ),
     Mutant(
         "parts-of-groups",
-        "tmm_triton/mixed_input.py",
-        "heights = [m for m in heights if not _rest(m)]",
+        "tmm_triton/packed/mixed_input.py",
+        "heights = [m for m in heights if not rest_of(m)]",
         "heights = list(heights)",
         "a tile fits the mean size of groups, and larger groups need two",
         (f"{MIXED}::test_one_tile_has_all_rows_if_it_can",),
     ),
     Mutant(
         "mixed-overlap",
-        "tmm_triton/mixed_input.py",
+        "tmm_triton/packed/mixed_input_estimate.py",
         "_OVERLAP = 2.5",
         "_OVERLAP = 1.0",
         "a tuning tries configs that take longer than others",
@@ -92,7 +91,7 @@ PACKED = [
     ),
     Mutant(
         "mixed-tried",
-        "tmm_triton/mixed_input.py",
+        "tmm_triton/packed/mixed_input.py",
         "share = _TRIED // 2 if all(orders) else _TRIED",
         "share = 1",
         "a tuning tries one config of each order",
@@ -108,7 +107,7 @@ PACKED = [
     ),
     Mutant(
         "mixed-rounds",
-        DEVICE,
+        "tmm_triton/packed/work_units.py",
         "return gl.cdiv(last - first, C.k_ways)",
         "return (last - first) // C.k_ways",
         "the last steps of a tile are left out",
@@ -116,23 +115,23 @@ PACKED = [
     ),
     Mutant(
         "mixed-own-stage",
-        DEVICE,
-        "            stage, phase = _next_slot(stage, phase, C)\n        if C.k_ways > 1:",
+        "tmm_triton/packed/mixed_input_consumer.py",
+        "            stage, phase = next_stage(stage, phase, C)\n        if C.k_ways > 1:",
         "        if C.k_ways > 1:",
         "a consumer waits for a stage that it has released",
         SHARED,
     ),
     Mutant(
         "mixed-empty-stage",
-        DEVICE,
-        "        if begin + (_rounds(first, last, C) - 1) * C.k_ways >= last:",
+        "tmm_triton/packed/mixed_input_consumer.py",
+        "        if begin + (rounds_of(first, last, C) - 1) * C.k_ways >= last:",
         "        if False:",
         "nobody releases a stage without a step",
         SHARED,
     ),
     Mutant(
         "mixed-turn",
-        DEVICE,
+        "tmm_triton/packed/mixed_input_consumer.py",
         "            exchanges ^= 1\n",
         "            exchanges = 0\n",
         "sums of the tile before are added",
@@ -140,7 +139,7 @@ PACKED = [
     ),
     Mutant(
         "mixed-taken",
-        DEVICE,
+        "tmm_triton/packed/tile_sums.py",
         "mbarrier.wait(taken.index(NTH), turn ^ 1)",
         "mbarrier.wait(taken.index(NTH), 1)",
         "sums are overwritten before they are read",
@@ -148,7 +147,7 @@ PACKED = [
     ),
     Mutant(
         "mixed-next-scale",
-        DEVICE,
+        "tmm_triton/packed/mixed_input_consumer.py",
         "scale, scale_1, zero_1 = scale_1,",
         "scale, scale_1, zero_1 = scale,",
         "every step has the scale of the first",
@@ -156,7 +155,7 @@ PACKED = [
     ),
     Mutant(
         "mixed-small-groups",
-        DEVICE,
+        "tmm_triton/packed/decoding.py",
         "        step = step * C.parts\n",
         "        step = step\n",
         "groups of 32 have other groups' scales",
@@ -164,7 +163,7 @@ PACKED = [
     ),
     Mutant(
         "mixed-group-end",
-        DEVICE,
+        "tmm_triton/packed/work_units.py",
         "group, row, end = find_tile(",
         "group, row, _ = find_tile(",
         "rows of the next group are overwritten",
@@ -172,7 +171,7 @@ PACKED = [
     ),
     Mutant(
         "mixed-group-scale",
-        DEVICE,
+        "tmm_triton/packed/decoding.py",
         "        pointer += group * stride_z\n",
         "        pointer += 0\n",
         "every group has the scales of the first",
@@ -180,7 +179,7 @@ PACKED = [
     ),
     Mutant(
         "mixed-slot-wraps",
-        DEVICE,
+        "tmm_triton/packed/work_units.py",
         "gl.where(wraps, phase ^ 1, phase)",
         "phase ^ 1",
         "a consumer reads a stage before its operands have arrived",
@@ -188,7 +187,7 @@ PACKED = [
     ),
     Mutant(
         "mixed-next-numbers",
-        DEVICE,
+        "tmm_triton/packed/decoding.py",
         "scales_at += further * grids[0][3]",
         "scales_at += grids[0][3]",
         "consumers that share K have the scales of other steps",
@@ -196,7 +195,7 @@ PACKED = [
     ),
     Mutant(
         "mixed-in-turn",
-        DEVICE,
+        "tmm_triton/packed/mixed_input_consumer.py",
         "    turn = 1 if WHO == 0 else 0\n",
         "    turn = 0\n",
         "all consumers wait for each other's first products",
@@ -204,7 +203,7 @@ PACKED = [
     ),
     Mutant(
         "mixed-shared-tile",
-        DEVICE,
+        "tmm_triton/packed/work_units.py",
         "        whole = tiles // blocks - 1\n",
         "        whole = tiles // blocks\n",
         "three blocks share a tile, and the sum of the third is left out",
@@ -212,7 +211,7 @@ PACKED = [
     ),
     Mutant(
         "mixed-part-of-tile",
-        DEVICE,
+        "tmm_triton/packed/mixed_input_consumer.py",
         "                elif last < gl.cdiv(K, C.BLOCK_K):\n",
         "                elif last < 0:\n",
         "the sums of a tile's last steps are left out",
@@ -236,7 +235,7 @@ PACKED = [
     ),
     Mutant(
         "mixed-fours-anyway",
-        "tmm_triton/mixed_input.py",
+        "tmm_triton/packed/mixed_input_config.py",
         " and problem.n % 4 == 0",
         "",
         "the last four elements of a row end beyond it",
@@ -244,7 +243,7 @@ PACKED = [
     ),
     Mutant(
         "mixed-fours-beyond",
-        "tmm_triton/transposed_tiles.py",
+        "tmm_triton/packed/transposed_tiles.py",
         "cols < N // 4",
         "cols <= N // 4",
         "elements beyond a row's end are stored",
@@ -252,7 +251,7 @@ PACKED = [
     ),
     Mutant(
         "mixed-even-tiles",
-        "tmm_triton/mixed_input.py",
+        "tmm_triton/packed/mixed_input_config.py",
         "tiles > sms and tiles % sms != 0",
         "tiles > sms",
         "blocks share tiles although each has as many",
@@ -260,7 +259,7 @@ PACKED = [
     ),
     Mutant(
         "mixed-few-tiles",
-        "tmm_triton/mixed_input.py",
+        "tmm_triton/packed/mixed_input_config.py",
         "return one and tiles > sms and tiles % sms != 0",
         "return one and tiles % sms != 0",
         "a tile is shared by three blocks",
@@ -268,7 +267,7 @@ PACKED = [
     ),
     Mutant(
         "mixed-stages",
-        "tmm_triton/mixed_input.py",
+        "tmm_triton/packed/mixed_input_config.py",
         "if self.num_stages % self.k_ways or self.num_stages == self.k_ways:",
         "if self.num_stages == self.k_ways:",
         "consumers share a stage",
@@ -276,7 +275,7 @@ PACKED = [
     ),
     Mutant(
         "mixed-offset",
-        "tmm_triton/mixed_input.py",
+        "tmm_triton/packed/mixed_input_config.py",
         "OFFSET=0 if b.zero is None else word_decoders.offset(form.name, value, b.zero),",
         "OFFSET=0,",
         "a zero point is subtracted without the offset of the decoded values",
@@ -284,7 +283,7 @@ PACKED = [
     ),
     Mutant(
         "mixed-pair",
-        "tmm_triton/mixed_input.py",
+        "tmm_triton/packed/mixed_input_config.py",
         "PAIR=2 * b.dtype.itemsize // b.pack,",
         "PAIR=2 * b.dtype.itemsize,",
         "the kernel reads two bytes for a pair of 4-bit values",
@@ -292,7 +291,7 @@ PACKED = [
     ),
     Mutant(
         "mixed-order",
-        "tmm_triton/mixed_input.py",
+        "tmm_triton/packed/mixed_input.py",
         'how = ("promoted" if c.PROMOTED else "rounded")',
         'how = ""',
         "rows of large tiles are rounded, and count as the same sums",
@@ -300,7 +299,7 @@ PACKED = [
     ),
     Mutant(
         "mixed-arranger",
-        DEVICE,
+        "tmm_triton/packed/mixed_input_kernel.py",
         "            if stage % 3 == WHO:",
         "            if position % 3 == WHO:",
         "a warp that arranges waits for a phase that has not begun",
@@ -308,7 +307,7 @@ PACKED = [
     ),
     Mutant(
         "mixed-arranged-words",
-        DEVICE,
+        "tmm_triton/packed/mixed_input_kernel.py",
         "a = a.reshape(FOURS).permute((0, 2, 4, 1, 3))",
         "a = a.reshape(FOURS).permute((0, 2, 4, 3, 1))",
         "rows meet other values of the weight",
@@ -316,7 +315,7 @@ PACKED = [
     ),
     Mutant(
         "mixed-landed",
-        DEVICE,
+        "tmm_triton/packed/mixed_input_kernel.py",
         "                mbarrier.wait(landed.index(stage), phase)\n",
         "",
         "rows are arranged before they arrive",
@@ -380,7 +379,7 @@ PACKED = [
     ),
     Mutant(
         "pair-wide-zero",
-        "tmm_triton/mixed_input.py",
+        "tmm_triton/packed/mixed_input_config.py",
         'in ("int8", "fp8") and b.zero is None',
         'in ("int8", "fp8")',
         "scaled numbers lose an unscaled zero point",
@@ -405,7 +404,7 @@ PACKED = [
     ),
     Mutant(
         "mixed-rounded-for-fp32",
-        "tmm_triton/mixed_input.py",
+        "tmm_triton/packed/mixed_input_config.py",
         "if problem.out.dtype is torch.float32 and not powers:",
         "if False:",
         "values are rounded to 16 bits for an fp32 result, and verification refuses the kernel",

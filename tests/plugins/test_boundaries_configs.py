@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 from tmm_triton.hopper.config import WarpSpecializedConfig
-from tmm_triton.mixed_input import MixedInputConfig
 from tmm_triton.naive import Naive
 from tmm_triton.operands import TileConfig
+from tmm_triton.packed.mixed_input_config import MixedInputConfig
 from tmm_triton.persistent import PersistentConfig
 from tmm_triton.realigned import RealignedConfig
 from tmm_triton.skinny import SkinnyConfig

@@ -24,17 +24,19 @@ from pairwise import share
 from test_skinny import COL, DEVICES, ROW
 from test_streaming import FP8, INT4, INT8, held
 from test_word_programs import Machine, halves, twice, words
-from tmm_triton import (
-    blocks,
-    mixed_input,
-    mixed_input_device,
-    ragged,
-    ragged_tiles,
-    stream_k,
-    transposed_tiles,
-)
-from tmm_triton.mixed_input import Constants, MixedInput, MixedInputConfig
+from tmm_triton import blocks, ragged, ragged_tiles, stream_k
 from tmm_triton.operands import Zeros
+from tmm_triton.packed import (
+    decoding,
+    mixed_input,
+    mixed_input_consumer,
+    mixed_input_kernel,
+    tile_sums,
+    transposed_tiles,
+    work_units,
+)
+from tmm_triton.packed.mixed_input import MixedInput
+from tmm_triton.packed.mixed_input_config import Constants, MixedInputConfig
 from tmm_triton.pdl import FEW_ROWS
 from tmm_triton.skinny import Skinny
 from tmm_triton.split_k import SplitK
@@ -56,7 +58,10 @@ FIELDS: dict[str, Any] = {
 }  # fmt: skip
 MXFP4 = Operand(torch.uint8, "col", format="mxfp4", scale=Scale((1, 32), torch.uint8))
 STREAM_K = {"stream_k": True, "n": 13, "programs": 3}
-MODULES = (ragged_tiles, blocks, ragged, stream_k, mixed_input_device)
+MODULES = (
+    ragged_tiles, blocks, ragged, stream_k, work_units, decoding, tile_sums, mixed_input_consumer,
+    mixed_input_kernel,
+)  # fmt: skip
 
 
 def reasons(problem: Problem) -> list[str]:
@@ -616,7 +621,7 @@ class Call:
     def run(self) -> None:
         c, count = self.c, len(self.stored)
         box = [c.high, c.BLOCK_K // 2]
-        known: dict[str, Any] = dict.fromkeys(mixed_input_device.mixed_input_kernel.arg_names)
+        known: dict[str, Any] = dict.fromkeys(mixed_input_kernel.mixed_input_kernel.arg_names)
         ragged_rows = self.ends is not None
         b = self.stored if ragged_rows else self.stored[0]
         known |= {
@@ -652,7 +657,7 @@ class Call:
                 list(known.values()), program, self.programs, self.seed, c.OVERLAPS,
                 kernel=("mixed_input_kernel", MODULES),
                 instead={
-                    "_values": _values, "_units": _units,
+                    "decoded": _values, "stored_units": _units,
                     "_by_thread": lambda sums, C: sums, "_by_row": lambda sums, SUMS, C: sums,
                     "factors": np.exp2 if self.exponents else np.asarray,
                 },
@@ -924,7 +929,7 @@ def test_the_proposed_configs_are_close_to_the_best_for_more_rows(
     fields, times = measured_on_an_h200(name)
     if name == "stream_k":
         times.pop((180, 24576, 4096))
-        monkeypatch.setattr(mixed_input, "_HEIGHTS", (16, 32, 64, 128, 256))
+        monkeypatch.setattr(mixed_input, "HEIGHTS", (16, 32, 64, 128, 256))
     device = replace(DEVICES[90], name="NVIDIA H200")
     losses = []
     for (m, n, k), of_tiles in times.items():
