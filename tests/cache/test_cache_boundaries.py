@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import errno
 import gc
 import gzip
@@ -459,6 +460,39 @@ def test_sixteen_causes_of_an_exception_are_looked_at() -> None:
         last, error = error, ValueError(number)
         error.__cause__ = last
     assert [each.args[0] for each in guards.chain(error)] == [*range(19, 3, -1)]
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="exception groups came with Python 3.11")
+@pytest.mark.parametrize("kind", [OSError, KeyboardInterrupt])
+@pytest.mark.parametrize("in_thread", [False, True])
+def test_a_group_brings_its_exceptions(kind: type[BaseException], in_thread: bool) -> None:
+    """Also those that another thread raised: Ctrl-C among them ends the program."""
+    group: Any = vars(builtins)["BaseExceptionGroup"]
+
+    def fail() -> None:
+        raise kind("one")
+
+    def caught() -> BaseException | None:
+        try:
+            fail()
+        except kind as error:
+            return error
+        return None
+
+    def raise_all() -> None:
+        with ThreadPoolExecutor(1) as pool:
+            found = pool.submit(fail).exception() if in_thread else caught()
+        raise group("all", [found, ValueError("two")])
+
+    with pytest.raises(group) as raised:
+        raise_all()
+    chain = [str(each.args[0]) for each in guards.chain(raised.value)]
+    assert chain == ["all", "one", "two"]
+    if kind is KeyboardInterrupt:
+        with pytest.raises(KeyboardInterrupt):
+            guards.reraise(raised.value)
+    else:
+        guards.reraise(raised.value)
 
 
 @pytest.mark.parametrize("code", ["EROFS", "ENOSPC", "EDQUOT", "ENOTDIR", "ELOOP", "EIO"])

@@ -90,4 +90,8 @@ PLANTED = [
            "a timeout while Triton's driver is built takes the process's Triton kernels away",
            ("tests/plugins/test_triton_kernels.py::"
             "test_a_signals_handler_is_not_taken_for_a_driver_that_does_not_load",)),
+    Mutant("planted-group-of-threads", "tmm_base/guards.py",
+           "waiting += [(one, True) for one", "waiting += [(one, False) for one",
+           "Ctrl-C in a thread, raised again in a group, counts as a kernel's fault",
+           ("tests/cache/test_cache_boundaries.py::test_a_group_brings_its_exceptions",)),
 ]  # fmt: skip
