@@ -98,8 +98,13 @@ def error_text(error: BaseException) -> str:
 
 
 def error_message(error: BaseException) -> str:
-    """An exception's text without its type; see :func:`error_text`."""
-    return _guarded(str, error, "(its text is unavailable)")
+    """An exception's text without its type and without the frames of C++ code that torch may add;
+    see :func:`error_text`."""
+    return _guarded(_without_frames, error, "(its text is unavailable)")
+
+
+def _without_frames(error: object) -> str:
+    return str.partition(str(error), "\nException raised from ")[0]
 
 
 def shown(thing: object) -> str:

@@ -355,7 +355,7 @@ def _is_constant(t: Any) -> bool:
 
 
 def _form_for_caching(t: Any) -> Any:
-    """What a compiled graph may depend on: all but a part's values and address."""
+    """Return all that a compiled graph may depend on: not a part's values and address."""
     if isinstance(t, compat.dtensor()):
         return t._stable_hash_for_caching()
     return t.dtype, t.shape, t.stride(), t.device, t.requires_grad, t.is_inference()

@@ -706,3 +706,7 @@ def test_torchs_message_is_shown_without_its_frames(
     (line,) = capsys.readouterr().err.splitlines()
     assert "frame #" not in line
     assert len(line) < 200
+    assert main(["tune", shape, *CPU]) == 1
+    text = capsys.readouterr().out
+    assert "failed: " in text
+    assert "frame #" not in text

@@ -186,6 +186,10 @@ def test_a_text_of_other_code_is_plain_and_short() -> None:
     assert errors.plain_text("abc", 2) == "ab…"
     assert errors.error_text(ValueError()) == "ValueError"
     assert errors.error_text(ValueError("x")) == "ValueError: x"
+    framed = (
+        "too large\nin bytes\nException raised from f at x.h:79 (most recent call first):\nframe #0"
+    )
+    assert errors.error_text(ValueError(framed)) == "ValueError: too large\nin bytes"
     failing = type("Odd", (Exception,), {"__str__": Failing.__repr__})()
     assert errors.error_text(failing) == "Odd: (its text is unavailable)"
     assert errors.shown(Failing()) == "<Failing, whose repr failed>"
