@@ -587,6 +587,23 @@ def test_the_precision_is_restored(before: str, matmul: Any) -> None:
         assert matmul.fp32_precision == before
 
 
+def test_a_precision_within_another_ends_with_its_block(matmul: Any) -> None:
+    matmul.fp32_precision = "ieee"
+    seen: list[str] = []
+
+    def nest() -> None:
+        with precision(True):
+            with precision(False):
+                seen.append(matmul.fp32_precision)
+            seen.append(matmul.fp32_precision)
+
+    thread = threading.Thread(target=nest, daemon=True)
+    thread.start()
+    thread.join(20)
+    assert not thread.is_alive()
+    assert [*seen, matmul.fp32_precision] == ["ieee", "tf32", "ieee"]
+
+
 def test_nothing_is_measured_under_another_precision_either_way(matmul: Any) -> None:
     for setting, other in (("ieee", True), ("tf32", False)):
         matmul.fp32_precision = setting

@@ -80,6 +80,29 @@ SHAPES: dict[str, tuple[Any, ...]] = {
 }
 
 
+def test_a_signals_handler_may_ask_for_the_report_at_any_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also while operators are registered or removed: the lock is this thread's already."""
+    read: list[bool] = []
+
+    def interrupting(change: Callable[[aten.Enabled], None]) -> Callable[[aten.Enabled], None]:
+        def interrupted(self: aten.Enabled) -> None:
+            read.append(aten._lock.acquire(timeout=0.1))
+            if read[-1]:
+                aten._lock.release()
+                assert tmm_core.enabled_report() is not None
+            change(self)
+
+        return interrupted
+
+    for name in ("install", "uninstall"):
+        monkeypatch.setattr(aten.Enabled, name, interrupting(getattr(aten.Enabled, name)))
+    with enable(ops="mm"):
+        pass
+    assert read == [True, True]
+
+
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_faster_kernel_answers(sums: Sums, name: str, dtype: torch.dtype) -> None:

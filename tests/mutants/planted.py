@@ -94,4 +94,14 @@ PLANTED = [
            "waiting += [(one, True) for one", "waiting += [(one, False) for one",
            "Ctrl-C in a thread, raised again in a group, counts as a kernel's fault",
            ("tests/cache/test_cache_boundaries.py::test_a_group_brings_its_exceptions",)),
+    Mutant("planted-report-in-handler", "interop/aten.py",
+           "_lock = threading.RLock()", "_lock = threading.Lock()",
+           "a signal's handler that reads the report waits for ever if it interrupts enable()",
+           ("tests/core/test_enable.py::"
+            "test_a_signals_handler_may_ask_for_the_report_at_any_time",)),
+    Mutant("planted-nested-precision", "spec/precision.py",
+           "_changing = threading.RLock()", "_changing = threading.Lock()",
+           "a command that changes the precision twice waits for ever",
+           ("tests/core/test_boundaries_spec.py::"
+            "test_a_precision_within_another_ends_with_its_block",)),
 ]  # fmt: skip
