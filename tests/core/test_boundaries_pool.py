@@ -40,7 +40,7 @@ from tmm_core.registry.registry import Registry
 from tmm_core.spec import watch
 from tmm_core.spec.kernel import Candidate
 from tmm_core.tuning import compile_pool, first_launch, pool_host
-from tmm_core.tuning.compile_pool import Compilers, HungError, NotCompiledError
+from tmm_core.tuning.compile_pool import Compilers, HungError, NotCompiledError, RefusedError
 from tmm_core.tuning.first_launch import FirstLaunches
 
 
@@ -759,6 +759,8 @@ def test_how_a_host_is_started(
         ({"late": 7.0}, HungError, "took over 7 s", (None, "")),
         ({"died": "ended"}, NotCompiledError, "it ended", (None, "")),
         ({"error": "x"}, NotCompiledError, "raised x", (None, "")),
+        ({"error": "x", "refused": False}, NotCompiledError, "raised x", (None, "")),
+        ({"error": "x", "refused": True}, RefusedError, "raised x", (None, "")),
         (
             {"error": "x", "cause": "disk", "place": "f:1"},
             NotCompiledError,

@@ -52,6 +52,7 @@ PLUGIN = """
 import errno, os, signal, subprocess, sys, time
 from pathlib import Path
 from fakes import FakeConfig, FakeKernel, plugin
+from tmm_core import ConfigError
 
 NOTHING, HANG, EXIT, CRASH, RAISE, SYSTEM_EXIT, SHOUT, SLOW = range(1, 9)
 
@@ -76,6 +77,7 @@ class Compiled(FakeKernel):
             case 9: subprocess.run([os.environ["TRITON_PTXAS_PATH"], "--version"], check=True)
             case 10: os.kill(os.getpid(), signal.SIGKILL)
             case 11: raise OSError(errno.ENOSPC, "full")  # its number tells, not its text
+            case 12: raise ConfigError("tiles of 12 do not fit")
 
 kernel = Compiled("compiled.one", tiles=range(1, 9))
 two = Compiled("compiled.two", tiles=range(1, 9))
@@ -479,6 +481,25 @@ def test_no_verdict_of_a_killed_compiler_or_a_full_disk(
     left = found.left["compiled.one", kernel.version]
     assert words in left.reason
     assert left.cause == ("hung" if tile == 4 else "passing")
+
+
+@pytest.mark.parametrize(("tile", "faults"), [(12, 0), (5, 1)])
+def test_a_refused_config_is_no_fault_of_its_kernel(
+    tile: int, faults: int, server: Compilers, installed: Any
+) -> None:
+    """The winner of a near size may not fit this one."""
+    kernel = installed.Compiled("compiled.one", tiles=(1, tile))
+    times = {"compiled.one": 5.0, "blas": 10.0}
+    tuner, found = Tuner(FakeTimer(times), compilers=server), Findings()
+    kernels = [FakeBlas(), kernel]
+    record = tuner.tune(problem(), kernels, settings(tune_budget=60.0), findings=found)
+    assert record.best.kernel == "compiled.one"
+    (failed,) = [c for c in record.candidates if c.status == "failed"]
+    assert (
+        failed.reason
+        == {12: "ConfigError: tiles of 12 do not fit", 5: "ValueError: no such layout"}[tile]
+    )
+    assert sum(map(len, found.faults.values())) == faults
 
 
 def test_prepared_candidates_are_compiled_once(server: Compilers, installed: Any) -> None:

@@ -206,7 +206,7 @@ ENVIRON = [
     Mutant(
         "killed-is-verdict",
         "tuning/pool_worker.py",
-        '"cause": cause_of(error), ',
+        '"cause": cause_of(error),',
         "",
         "what another process found of the cause is lost",
         (f"{COMPILERS}::test_no_verdict_of_a_killed_compiler_or_a_full_disk",),

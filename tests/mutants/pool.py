@@ -18,6 +18,22 @@ POOL = [
         (f"{COMPILERS}::test_compilers_start_from_an_archive",),
     ),
     Mutant(
+        "pool-refusals-are-faults",
+        "tuning/compile_pool.py",
+        'kind = RefusedError if answer.get("refused") else NotCompiledError',
+        "kind = NotCompiledError",
+        "a tuning warns of a plugin whose kernel refuses a near size's config",
+        (f"{COMPILERS}::test_a_refused_config_is_no_fault_of_its_kernel",),
+    ),
+    Mutant(
+        "pool-refusals-unsaid",
+        "tuning/pool_worker.py",
+        '"refused": refuses(error),',
+        "",
+        "the same where the compiling process says nothing",
+        (f"{COMPILERS}::test_a_refused_config_is_no_fault_of_its_kernel",),
+    ),
+    Mutant(
         "pool-one-worker",
         "tuning/pool_host.py",
         "while self._waiting and len(self._running) < self._workers:",
@@ -127,8 +143,8 @@ POOL = [
     Mutant(
         "pool-place-lost",
         "tuning/compile_pool.py",
-        'return NotCompiledError(reason, answer.get("cause"), answer.get("place", ""))',
-        'return NotCompiledError(reason, answer.get("cause"))',
+        'return kind(reason, answer.get("cause"), answer.get("place", ""))',
+        'return kind(reason, answer.get("cause"))',
         "a report does not say which line raised in a worker",
         (f"{PARTS}::test_an_answer_resolves_its_job",),
     ),

@@ -34,7 +34,7 @@ from typing import Any, ClassVar
 
 from tmm_base.guards import suppress
 
-from tmm_core.errors import error_text, reraise, warn
+from tmm_core.errors import ConfigError, error_text, reraise, warn
 from tmm_core.registry.query import CheckedKernel
 from tmm_core.spec.device import interpreting
 from tmm_core.spec.kernel import Candidate, Kernel
@@ -83,6 +83,10 @@ class NotCompiledError(Exception):
     def __init__(self, reason: str, cause: Cause | None = None, place: str = "") -> None:
         super().__init__(reason)
         self.cause_elsewhere, self.place = cause, place
+
+
+class RefusedError(NotCompiledError, ConfigError):
+    """The kernel refused the config, which is no fault."""
 
 
 class HungError(NotCompiledError):
@@ -348,7 +352,8 @@ class _Host:
         if (error := answer["error"]) is None:
             return None
         reason = self._kind.raised.format(error)
-        return NotCompiledError(reason, answer.get("cause"), answer.get("place", ""))
+        kind = RefusedError if answer.get("refused") else NotCompiledError
+        return kind(reason, answer.get("cause"), answer.get("place", ""))
 
     def _end(self) -> int:
         """Close the channel, wait for the host to end, and kill the rest of its processes. A host

@@ -29,6 +29,7 @@ from tmm_core.spec.device import DeviceFingerprint
 from tmm_core.spec.kernel import Candidate
 from tmm_core.spec.precision import precision
 from tmm_core.spec.problem import Problem
+from tmm_core.tuning.findings import refuses
 from tmm_core.tuning.pool_host import WORN_OUT, Job
 from tmm_core.verify.environment_faults import cause_of
 from tmm_core.verify.verifier import Verifier
@@ -56,9 +57,9 @@ def begin(folder: str) -> None:
 
 def perform(job: Job) -> Job:
     """Do a job, and return its ``error``, None if there is none. An error comes with its ``cause``,
-    if the environment is at fault, and with the ``place`` that raised. The error is also None if
-    this process has another version of the kernel, or lacks the epilogue: the parent then binds the
-    candidate itself."""
+    if the environment is at fault, with the ``place`` that raised, and with whether the kernel has
+    ``refused`` the config. The error is also None if this process has another version of the
+    kernel, or lacks the epilogue: the parent then binds the candidate itself."""
     if _worn_out:
         os._exit(WORN_OUT)
     os.ftruncate(1, 0)  # a failure shows only its own job's output
@@ -76,8 +77,12 @@ def perform(job: Job) -> Job:
         else:
             _launch(problem, candidate, torch.device(job["device"]), job["memory"])
     except BaseException as error:
-        place = place_of(candidate.kernel, error)
-        return {"error": error_text(error).strip()[:2000], "cause": cause_of(error), "place": place}
+        return {
+            "error": error_text(error).strip()[:2000],
+            "cause": cause_of(error),
+            "place": place_of(candidate.kernel, error),
+            "refused": refuses(error),
+        }
     return {"error": None}
 
 
