@@ -35,7 +35,7 @@ LIMIT = 300
 
 
 def copy_tree(to: Path) -> None:
-    ignored = shutil.ignore_patterns("__pycache__", ".*_cache", "*.egg-info", "results")
+    ignored = shutil.ignore_patterns("__pycache__", ".*_cache", "*.egg-info")
     for name in COPIED:
         source = ROOT / name
         if source.is_dir():
