@@ -35,6 +35,7 @@ import tmm_core
 from tmm_core import (
     Config,
     Kernel,
+    Problem,
     Supports,
     TmmWarning,
     Traits,
@@ -277,6 +278,21 @@ def test_attributes_that_identify_a_kernel_are_read_at_registration(name: str, v
     if value in faults:
         assert caught.value.__cause__ is faults[value]
         assert f"{type(faults[value]).__name__}: {faults[value]}" in str(caught.value)
+    assert [kernel.name for kernel in r.kernels()] == ["good"]
+
+
+def test_a_kernel_of_the_first_protocol_is_refused_with_the_change_to_make() -> None:
+    class First(FakeKernel):
+        def reasons_against(self, problem: Problem) -> list[str]:
+            return []
+
+    r = Registry()
+    with pytest.raises(PluginError) as caught:
+        r.register(plugin(First("old.kernel"), FakeKernel("good")), "p")
+    message = str(caught.value)
+    assert "kernel 'old.kernel' is written for tmm's first protocol" in message
+    assert "declare `supports = tmm_core.Supports" in message
+    assert "declines(problem)" in message
     assert [kernel.name for kernel in r.kernels()] == ["good"]
 
 

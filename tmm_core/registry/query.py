@@ -139,6 +139,12 @@ class CheckedKernel(Kernel[Any]):
                 reraise(error)
                 why = self._fault(attribute, error)
                 raise PluginError(f"kernel {self.name!r}: {why}") from error
+            if type(kernel).reasons_against is not Kernel.reasons_against:
+                raise PluginError(
+                    f"kernel {self.name!r} is written for tmm's first "
+                    "protocol: declare `supports = tmm_core.Supports(…)` in place of "
+                    "reasons_against(), and yield other reasons from declines(problem)"
+                )
 
     def reasons_against(self, problem: Problem) -> list[str]:
         if self.fault is not None:
