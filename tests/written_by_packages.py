@@ -29,6 +29,11 @@ Tensor = torch.Tensor
 Entry = dict[str, Any]
 
 
+def written() -> dict[str, Entry]:
+    """What the packages wrote, by name."""
+    return torch.load(FILE)  # type: ignore[no-any-return]
+
+
 def rounded(symmetric: bool) -> tuple[nn.Linear, Tensor, Tensor]:
     """A layer of random weights on the grid of its scales and zero points, [N, K / GROUP]."""
     torch.manual_seed(0)
@@ -153,7 +158,7 @@ def main(package: str, folder: str) -> None:
         sys.modules["awq"] = types.ModuleType("awq")
         sys.modules["awq"].__path__ = [f"{folder}/awq"]
     release, writer = WRITERS[package]
-    kept: dict[str, Entry] = torch.load(FILE) if FILE.exists() else {}
+    kept = written() if FILE.exists() else {}
     for name, entry in writer().items():
         kept[name] = {"release": release, **entry}
         print(name, {k: tuple(v.shape) for k, v in entry.items() if isinstance(v, Tensor)})

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from written_by_packages import GROUP, WRITERS, written
 
 import tmm_core
 from tmm_core import Quantized
@@ -15,11 +15,8 @@ from tmm_core.verify import compare
 
 Tensor = torch.Tensor
 BF16 = torch.bfloat16
-N, K, G = 16, 256, 64
-#: From ``tests/written_by_packages.py``, whose groups have 64 values too.
-WRITTEN: dict[str, dict[str, Any]] = torch.load(
-    Path(__file__).with_name("written_by_packages.pt"), weights_only=True
-)
+N, K, G = 16, 256, GROUP
+WRITTEN = written()
 
 
 def close(found: Tensor, expected: Tensor) -> None:
@@ -57,31 +54,45 @@ def drawn(symmetric: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return codes.flatten(-2), zero, scale, values
 
 
-@pytest.mark.parametrize("name", WRITTEN)
-def test_what_packages_wrote(name: str) -> None:
-    written = WRITTEN[name]
-    values = written["values"].double()
+def check_entry(name: str, entry: dict[str, Any]) -> None:
+    """A weight that a package wrote has the values that the package reads."""
+    values = entry["values"].double()
     if name == "hqq":
-        check(Quantized.from_hqq(written["W_q"], written["meta"]), values)
+        check(Quantized.from_hqq(entry["W_q"], entry["meta"]), values)
         return
     if name == "torchao":
-        check(Quantized.from_mxfp4(written["blocks"], written["scales"]), values)
+        check(Quantized.from_mxfp4(entry["blocks"], entry["scales"]), values)
         return
     if name == "compressed_tensors":
         names = "weight_packed", "weight_scale", "weight_zero_point"
-        check(Quantized.from_compressed(*(written[each] for each in names)), values)
+        check(Quantized.from_compressed(*(entry[each] for each in names)), values)
         return
-    stored = [written[tensor] for tensor in ("qweight", "qzeros", "scales")]
+    stored = [entry[tensor] for tensor in ("qweight", "qzeros", "scales")]
     if name == "autoawq":
         check(Quantized.from_awq(*stored, group=G), values)
         return
     if name.endswith("activation order"):
         with pytest.raises(ValueError, match="g_idx is not in order"):
-            Quantized.from_gptq(*stored, group=G, g_idx=written["g_idx"])
+            Quantized.from_gptq(*stored, group=G, g_idx=entry["g_idx"])
         return
-    weight = Quantized.from_gptq(*stored, group=G, g_idx=written["g_idx"])
+    weight = Quantized.from_gptq(*stored, group=G, g_idx=entry["g_idx"])
     check(weight, values)
     assert (weight.zero is None) is name.endswith("symmetric")
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_what_packages_wrote(name: str) -> None:
+    check_entry(name, WRITTEN[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("package", ["torchao", "compressed_tensors"])
+def test_what_installed_packages_write(package: str) -> None:
+    """These can be installed beside tmm, so that a newer release is tested too."""
+    pytest.importorskip(package)
+    _, writer = WRITERS[package]
+    for name, entry in writer().items():
+        check_entry(name, entry)
 
 
 @pytest.mark.parametrize(("version", "stored", "zero"), [(1, 15, 0), (1, 14, 15), (2, 0, 0)])

@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import copy
 import io
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from written_by_packages import written
 
 import tmm_core
 from tmm_core import Quantized, api
@@ -21,10 +21,7 @@ from tmm_core.verify import compare
 Tensor = torch.Tensor
 K, N, GROUP = 128, 48, 32
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-#: From ``tests/written_by_packages.py``.
-WRITTEN: dict[str, dict[str, Any]] = torch.load(
-    Path(__file__).with_name("written_by_packages.pt"), weights_only=True
-)
+WRITTEN = written()
 
 
 def words(rows: Tensor, order: Any = range(8)) -> Tensor:
@@ -217,13 +214,13 @@ def test_layers(
     ],
 )  # fmt: skip
 def test_layers_with_what_packages_wrote(name: str, kind: Any) -> None:
-    written = WRITTEN[name]
-    values = written["values"]
+    stored = WRITTEN[name]
+    values = stored["values"]
     layer = kind(k=values.shape[1], n=values.shape[0], bias=False)
     layer.group_size = 64
     for tensor in ("qweight", "qzeros", "scales", "g_idx"):
-        if tensor in written:
-            layer.register_buffer(tensor, written[tensor].clone())
+        if tensor in stored:
+            layer.register_buffer(tensor, stored[tensor].clone())
     layer._qzeros_format = 2 if name.startswith("gptqmodel") else 1
     before = {tensor: t.clone() for tensor, t in layer.state_dict().items()}
     report = convert(nn.Sequential(layer))
