@@ -260,6 +260,8 @@ CODES: dict[str, str] = {}
 #: The floating dtypes that kernels read and write: of plain operands, alone or beside stored ones,
 #: and of auxiliary outputs.
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+#: The 8-bit floats that torch multiplies, and to which an auxiliary output may be rounded.
+NARROW_FLOATS = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def add(form: Format) -> None:

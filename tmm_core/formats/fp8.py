@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import torch
 
-from tmm_core.formats import Format
+from tmm_core.formats import NARROW_FLOATS, Format
 from tmm_core.formats.grids import ROW, TENSOR
 
 
@@ -22,7 +22,7 @@ def decode(block, dtype):  # compiled by Triton
 
 FORMAT = Format(
     name="fp8",
-    storage=(torch.float8_e4m3fn, torch.float8_e5m2),
+    storage=NARROW_FLOATS,
     grids=(TENSOR, ROW, (1, 32), (1, 64), (1, 128), (128, 128)),
     short=True,
     result=torch.bfloat16,

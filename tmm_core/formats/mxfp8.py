@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from tmm_core.formats import Format
+from tmm_core.formats import NARROW_FLOATS, Format
 from tmm_core.formats.grids import EXPONENT
 
 
@@ -19,7 +19,7 @@ def decode(block, dtype):  # compiled by Triton
 
 FORMAT = Format(
     name="mxfp8",
-    storage=(torch.float8_e4m3fn, torch.float8_e5m2),
+    storage=NARROW_FLOATS,
     grids=((1, 32),),
     scale_dtypes=(EXPONENT,),
     quantize=lambda numbers, dtype: numbers.to(dtype),

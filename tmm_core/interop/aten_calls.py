@@ -12,8 +12,7 @@ from typing import Any
 import torch
 
 from tmm_core import compat
-from tmm_core.formats import FLOATS
-from tmm_core.formats.fp8 import FORMAT as FP8
+from tmm_core.formats import FLOATS, NARROW_FLOATS
 from tmm_core.spec.arguments import (
     GROUPED_EXTRAS,
     MOST_ALPHA,
@@ -74,8 +73,8 @@ def scaled_call(
     wide = out_dtype in FLOATS and scale_result is None
     if (
         not (wide and a.dim() == b.dim() == 2)
-        or a.dtype not in FP8.storage
-        or b.dtype not in FP8.storage
+        or a.dtype not in NARROW_FLOATS
+        or b.dtype not in NARROW_FLOATS
     ):
         return None
     if {scale_a.dtype, scale_b.dtype} != {torch.float32}:

@@ -10,8 +10,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from tmm_core.errors import name_of, of_the_call
-from tmm_core.formats import FLOATS
-from tmm_core.formats.fp8 import FORMAT as FP8
+from tmm_core.formats import FLOATS, NARROW_FLOATS
 
 Tensor = torch.Tensor
 
@@ -60,7 +59,7 @@ class Port:
     def __post_init__(self) -> None:
         if not self.name.isidentifier():
             raise ValueError(f"output name must be an identifier, got {self.name!r}")
-        dtypes = (*FLOATS, *FP8.storage) if self.kind == "tile" and self.group else FLOATS
+        dtypes = (*FLOATS, *NARROW_FLOATS) if self.kind == "tile" and self.group else FLOATS
         for field, allowed in (("kind", get_args(Kind)), ("dtype", dtypes)):
             if getattr(self, field) not in allowed:
                 names = ", ".join(map(str, allowed))

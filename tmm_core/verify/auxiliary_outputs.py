@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from tmm_core.formats.fp8 import FORMAT as FP8
+from tmm_core.formats import NARROW_FLOATS
 from tmm_core.spec.launcher import Launcher
 from tmm_core.spec.operand import Operand
 from tmm_core.spec.port import Port
@@ -126,7 +126,7 @@ class Outputs:
             return math.nan
         if places is not None and port.kind != "scalar":
             out = out[places]
-        nearest = half_step(out).to(right.dtype) if port.dtype in FP8.storage else 0.0
+        nearest = half_step(out).to(right.dtype) if port.dtype in NARROW_FLOATS else 0.0
         out = out.to(right.dtype)
         off = ((out - right).abs() - nearest).clamp(min=0) / (right.abs() + scale)
         return float(torch.where(out == right, 0, off).max()) if out.numel() else 0.0

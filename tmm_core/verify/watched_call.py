@@ -50,8 +50,8 @@ def _turn() -> Iterator[None]:
 
 #: How torch computes in this thread.
 OF_THE_THREAD = ("the grad mode", "the inference mode", "autocast", "torch's default device")
-#: What the import of a plugin may not change. The program did not ask for this import, which its
-#: first product makes.
+#: State that the import of a plugin may not change. The program did not ask for this import, which
+#: its first product makes.
 OF_THE_PROGRAM = [
     *(*OF_THE_THREAD, "torch's default dtype"),
     *(name for name, piece in PIECES.items() if piece.owner in ("main", "generator")),
