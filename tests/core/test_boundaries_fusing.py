@@ -345,6 +345,10 @@ class Many(Two):
     def activated(self, x: Tensor) -> Tensor:
         return self.act(x)  # type: ignore[no-any-return]
 
+    @property
+    def first_scale(self) -> float:
+        return SCALES[0]
+
     def is_wide(self, x: Tensor) -> bool:
         return x.dtype is not torch.half
 
@@ -460,6 +464,84 @@ def by_a_global(self: Any, x: Tensor) -> Tensor:
 
 
 TWICE = 2.0
+
+
+def relu(x: Tensor) -> Tensor:
+    return F.relu(x) * SCALES[0]
+
+
+gelu = nn.GELU()
+
+
+def by_a_function_named_as_torchs(self: Any, x: Tensor) -> Tensor:
+    return relu(self.act(self.up(x)))
+
+
+def by_a_module_named_as_a_function(self: Any, x: Tensor) -> Tensor:
+    return gelu(self.act(self.up(x)))  # type: ignore[no-any-return]
+
+
+def adding_in_place(self: Any, x: Tensor) -> Tensor:
+    y = kept = self.other(x)
+    y += 1
+    return self.act(self.up(x)) + kept
+
+
+def scaling_an_attribute_in_place(self: Any, x: Tensor) -> Tensor:
+    transposed = x.T
+    transposed *= 2
+    return self.act(self.up(x))
+
+
+def assigning_data(self: Any, x: Tensor) -> Tensor:
+    x.data = x.data * 2
+    return self.act(self.up(x))
+
+
+def assigning_a_global(self: Any, x: Tensor) -> Tensor:
+    global TWICE
+    TWICE = 2.0
+    return self.act(self.up(x))
+
+
+def by_the_name_of_a_type(self: Any, x: Tensor) -> Tensor:
+    return self.act(self.up(x)) if type(x).__name__ == "Tensor" else x
+
+
+def by_the_name_of_a_class(self: Any, x: Tensor) -> Tensor:
+    return self.act(self.up(x)) if x.__class__.__name__ == "Tensor" else x
+
+
+def by_a_text(self: Any, x: Tensor) -> Tensor:
+    return self.act(self.up(x)) if f"{x.dtype}" == "torch.float32" else x
+
+
+def by_an_old_text(self: Any, x: Tensor) -> Tensor:
+    return self.act(self.up(x)) if "%s" % x.dtype == "torch.float32" else x  # noqa: UP031
+
+
+def by_a_table(self: Any, x: Tensor) -> Tensor:
+    return self.act(self.up(x)) * {torch.float32: 2.0}[x.dtype]
+
+
+def by_identity(self: Any, x: Tensor) -> Tensor:
+    h, y = self.act(self.up(x)), x.contiguous()
+    return h if y is x else -h
+
+
+def by_a_default_list(self: Any, x: Tensor, scales: Any = SCALES) -> Tensor:
+    return self.act(self.up(x)) * scales[0]
+
+
+def storing_in_a_default(self: Any, x: Tensor, *, seen: Any = {}) -> Tensor:  # noqa: B006
+    seen["last"] = x
+    return self.act(self.up(x))
+
+
+def by_a_property(self: Any, x: Tensor) -> Tensor:
+    return self.act(self.up(x)) * self.first_scale
+
+
 #: Its module cannot be found: other code may change the global without being noticed.
 of_no_module = types.FunctionType(by_a_global.__code__, {"TWICE": 2.0}, "of_no_module")
 
@@ -488,6 +570,21 @@ of_no_module = types.FunctionType(by_a_global.__code__, {"TWICE": 2.0}, "of_no_m
         (by_isinstance, "its forward uses isinstance, which its trace does not show"),
         (by_a_function, "its forward uses chosen, which its trace does not show"),
         (by_a_function_far_inside, "its forward uses chosen, which its trace does not show"),
+        (by_a_function_named_as_torchs, "its forward uses relu, which its trace does not show"),
+        (by_a_module_named_as_a_function, "its forward uses gelu, which its trace does not show"),
+        (adding_in_place, "its forward changes a tensor in place"),
+        (scaling_an_attribute_in_place, "its forward changes a tensor in place"),
+        (assigning_data, "its forward assigns attributes or globals"),
+        (assigning_a_global, "its forward assigns attributes or globals"),
+        (by_the_name_of_a_type, "its forward uses type, which its trace does not show"),
+        (by_the_name_of_a_class, "its forward reads __class__, which may change unnoticed"),
+        (by_a_text, "its forward makes a text of a tensor"),
+        (by_an_old_text, "its forward makes a text of a tensor"),
+        (by_a_table, "its forward looks a tensor up in a table"),
+        (by_identity, "its forward asks whether two values are one object"),
+        (by_a_default_list, "its forward reads a default value, which may change unnoticed"),
+        (storing_in_a_default, "its forward reads a default value, which may change unnoticed"),
+        (by_a_property, "its forward uses SCALES, which its trace does not show"),
         (other_layer_in_training, "it depends on the mode"),
         (activated_in_evaluation, "its result is also used without the activation"),
     ],

@@ -177,16 +177,16 @@ def test_a_gate_is_proven_however_it_clamps() -> None:
 
 
 GATES: dict[str, Any] = {
-    "more": lambda layer, z: Layer.gate(layer, z) * 1.0001,
+    "more": lambda layer, z: layer.gate(z) * 1.0001,
     "unclamped": lambda layer, z: (
         (z[..., 1::2] + 1) * z[..., ::2] * (1.702 * z[..., ::2]).sigmoid()
     ),
-    "other columns": lambda layer, z: Layer.gate(layer, z.flip(-1)),
-    "the first column": lambda layer, z: Layer.gate(layer, z) + 0 * z[..., :1],
-    "the mean": lambda layer, z: Layer.gate(layer, z) + 0 * z.mean(),
-    "a shift": lambda layer, z: Layer.gate(layer, z) + 0 * z[..., 1:].sum(),
-    "its values": lambda layer, z: Layer.gate(layer, z) if z.sum() > 0 else z,
-    "a random one": lambda layer, z: Layer.gate(layer, z) + 0 * torch.rand(()),
+    "other columns": lambda layer, z: layer.gate(z.flip(-1)),
+    "the first column": lambda layer, z: layer.gate(z) + 0 * z[..., :1],
+    "the mean": lambda layer, z: layer.gate(z) + 0 * z.mean(),
+    "a shift": lambda layer, z: layer.gate(z) + 0 * z[..., 1:].sum(),
+    "its values": lambda layer, z: layer.gate(z) if z.sum() > 0 else z,
+    "a random one": lambda layer, z: layer.gate(z) + 0 * torch.rand(()),
 }
 
 

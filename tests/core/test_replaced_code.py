@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 import sys
 import types
@@ -24,6 +25,8 @@ HERE = sys.modules[__name__]
 #: Globals that forwards use.
 SLOPE = 1.0
 FACTOR = 2.0
+# Names that the module below has, too.
+training = scale = fc = forward = 2.0
 
 
 def randn(*shape: int) -> Tensor:
@@ -76,6 +79,16 @@ class Scaled(nn.Module):
         return self.finish(F.relu(self.fc(x)))
 
 
+class Namesake(Scaled):
+    """Its forward uses globals with the names of what it has itself."""
+
+    scale = 3.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = F.relu(self.fc(x)) * self.scale * scale * fc * forward
+        return y if training == 2.0 else -y
+
+
 class Gated(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -106,6 +119,10 @@ REPLACED: dict[str, tuple[Any, Any, str, Any]] = {
         lambda: pair(OfNamed), OfNamed.forward, "__kwdefaults__", {"slope": 3.0}
     ),
     "a global of a forward": (Scaled, HERE, "FACTOR", 5.0),
+    **{
+        f"a global {name} beside the module's": (Namesake, HERE, name, 5.0)
+        for name in ("training", "scale", "fc", "forward")
+    },
     "a method of a forward": (Scaled, Scaled, "finish", relu),
     "a method of a gated MLP": (Gated, Gated, "act", relu),
     "the forward of linear layers": (
@@ -136,6 +153,40 @@ def test_code_that_is_replaced_later_counts(case: str, monkeypatch: pytest.Monke
             with torch.no_grad():
                 torch.testing.assert_close(model(x), expected)
     torch.testing.assert_close(converted(x), before)
+
+
+class Partial(nn.Module):
+    """Its forward calls a partial function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.act = nn.Linear(8, 8), nn.ReLU()
+        self.skip = functools.partial(F.leaky_relu, negative_slope=0.25)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(self.fc(x)) + self.skip(x)  # type: ignore[no-any-return]
+
+
+def test_what_changes_in_place_counts() -> None:
+    of_class: Any = OfNamed.forward.__kwdefaults__
+    for original in (pair(OfNamed), Partial()):
+        converted: Any = copy.deepcopy(original)
+        assert "epilogue" in [change.kind for change in convert(converted).changes]
+        x, before = randn(3, 8), converted(randn(3, 8))
+        of_class["slope"] = 3.0
+        for model in (original, converted):
+            if isinstance(model, Partial):
+                model.skip.keywords["negative_slope"] = 3.0
+        torch.testing.assert_close(converted(x), original(x))
+        assert not torch.allclose(before, converted(x))
+        of_class["slope"] = 1.0
+
+
+def test_an_attribute_of_the_instance_hides_a_child() -> None:
+    model: Any = Scaled()
+    convert(model)
+    model.__dict__["fc"] = torch.neg
+    torch.testing.assert_close(model(randn(3, 8)), F.relu(-randn(3, 8)) * FACTOR)
 
 
 def test_a_method_of_the_instance_counts() -> None:

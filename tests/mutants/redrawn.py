@@ -384,7 +384,7 @@ REDRAWN = [
            "values of fp16 times their scales are Inf",
            ("tests/plugins/test_boundaries_blas.py::test_scales_of_rows_are_folded_into_values_by_a_kernel_alone",)),
     Mutant("redrawn-global-of-no-module", "nn/trace.py",
-           '        if vars(sys.modules.get(function.__module__, type)) is not function.__globals__:\n            raise NotProvenError(f"its forward uses {name} of a module that cannot be found")\n',
+           '        if vars(sys.modules.get(function.__module__, type)) is not scope:\n            raise NotProvenError(f"its forward uses {name} of a module that cannot be found")\n',
            "",
            "a forward is fused whose global may change unnoticed",
            ("tests/core/test_boundaries_fusing.py::test_why_a_forward_is_not_fused",)),
@@ -475,7 +475,7 @@ REDRAWN = [
            "a compiled sum has other strides than torch's",
            ("tests/core/test_inductor.py::test_a_sum_keeps_its_memory_layout",)),
     Mutant("redrawn-called-function", "nn/trace.py",
-           "called = isinstance(value, _FUNCTIONS) and value in targets",
+           "called = isinstance(value, _FUNCTIONS) and value in self._targets",
            "called = isinstance(value, _FUNCTIONS)",
            "a forward is fused although a function's answer decides what it computes",
            (f"{FUSING}::test_why_a_forward_is_not_fused",)),
@@ -540,7 +540,7 @@ REDRAWN = [
            ("tests/core/test_distributed.py::"
             "test_a_decision_for_one_dtype_is_not_taken_for_another",)),
     Mutant("redrawn-defaults-by-name", "nn/reached.py",
-           "                if function.__kwdefaults__ is not by_name:\n"
+           "                if function.__kwdefaults__ != by_name:\n"
            "                    return False\n", "",
            "a converted model computes with a default by name that was replaced",
            ("tests/core/test_replaced_code.py::test_code_that_is_replaced_later_counts",)),

@@ -19,7 +19,8 @@ from tmm_core.interop import fallbacks
 from tmm_core.nn import activation, conv1d, fusion_match
 from tmm_core.nn.classes import replaced
 from tmm_core.nn.reached import Reached
-from tmm_core.nn.trace import NotProvenError, trace
+from tmm_core.nn.symbols import NotProvenError
+from tmm_core.nn.trace import trace
 
 Tensor = torch.Tensor
 

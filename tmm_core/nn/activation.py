@@ -20,7 +20,8 @@ from torch import fx, nn
 from tmm_core import compat
 from tmm_core.epilogues import ACTIVATIONS, EPILOGUES, TOLERANCE, named
 from tmm_core.nn.reached import CALLS, Absent, Reached, body, calls_of
-from tmm_core.nn.trace import CONSTANTS, NotProvenError, nested, trace, trace_method
+from tmm_core.nn.symbols import NotProvenError
+from tmm_core.nn.trace import CONSTANTS, nested, trace, trace_method
 
 _FUNCTIONS = (F.relu, F.leaky_relu, F.gelu, F.silu, F.softplus, F.sigmoid, F.tanh)
 _OPERATORS = (operator.add, operator.sub, operator.mul, operator.truediv, operator.pow)

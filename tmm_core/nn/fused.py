@@ -50,7 +50,7 @@ class Assumed(NamedTuple):
             if not activation.is_(children.get(name)):
                 return False
         for name in self.present:
-            if children.get(name) is None:
+            if children.get(name) is None or name in module.__dict__:
                 return False
         for name in self.tensors:
             if getattr(module, name, None) is None:

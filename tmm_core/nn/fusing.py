@@ -15,7 +15,8 @@ from tmm_core.nn.classes import own
 from tmm_core.nn.gated_layers import GatedMLP
 from tmm_core.nn.joint_storage import Counts, against_one_product
 from tmm_core.nn.linear import Linear
-from tmm_core.nn.trace import NotProvenError, Trace, trace
+from tmm_core.nn.symbols import NotProvenError
+from tmm_core.nn.trace import Trace, trace
 
 #: Each layer whose product is tmm's, with the class it has or gets.
 Layers = Mapping[nn.Module, Any]

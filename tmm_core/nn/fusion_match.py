@@ -16,7 +16,8 @@ from torch import fx
 
 from tmm_core.epilogues import GATED_BY
 from tmm_core.nn.activation import Activation, of_node
-from tmm_core.nn.trace import NotProvenError, Trace
+from tmm_core.nn.symbols import NotProvenError
+from tmm_core.nn.trace import Trace
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ an interactive session, and a module other attributes. Torch's own code is not w
 
 from __future__ import annotations
 
+import copy
 import functools
 import sys
 import types
@@ -46,7 +47,7 @@ class Reached:
             for function, code, defaults, by_name in self.functions:
                 if function.__code__ is not code or function.__defaults__ is not defaults:
                     return False
-                if function.__kwdefaults__ is not by_name:
+                if function.__kwdefaults__ != by_name:
                     return False
         for kind, name, method in self.methods:
             if getattr(kind, name, None) is not method or name in module.__dict__:
@@ -95,7 +96,7 @@ def _read(functions: Any, methods: Any, named: Any, reads: Any) -> Reached:
 
 def body(function: Any) -> tuple[Any, ...]:
     """Return a function with its present code and defaults."""
-    return function, function.__code__, function.__defaults__, function.__kwdefaults__
+    return function, function.__code__, function.__defaults__, copy.copy(function.__kwdefaults__)
 
 
 def is_torchs(thing: Any) -> bool:

@@ -16,10 +16,11 @@ import collections
 import copy
 import dis
 import functools
+import itertools
 import math
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +29,7 @@ from torch import fx, nn
 
 from tmm_core.errors import error_message, reraise
 from tmm_core.nn.reached import Reached, body, is_torchs
+from tmm_core.nn.symbols import Child, NotProvenError, graph_of, traced
 from tmm_core.verify.watched_call import putting_back
 
 #: Values that cannot change in place; a comparison shows whether the attribute was assigned anew.
@@ -37,12 +39,11 @@ _CONTAINERS = (list, dict, set, collections.deque)
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
 #: Steps of Python's bytecode that handle exceptions, of the tracer too, or enter contexts.
 _HANDLERS = {"SETUP_FINALLY", "SETUP_WITH", "PUSH_EXC_INFO", "BEFORE_WITH", "LOAD_SPECIAL"}
+_ASSIGNMENTS = {"STORE_ATTR", "DELETE_ATTR", "STORE_GLOBAL", "DELETE_GLOBAL"}
+#: Python's functions that compute the same of a symbol as of a tensor, or refuse it.
+_BUILTINS = {"abs", "all", "any", "bool", "float", "int", "max", "min", "pow", "round", "sum"}
 #: Where torch's functions are; ``nn.functional`` and ``torch.functional`` have one name.
 _TORCH = (torch, torch.nn, torch.nn.functional, torch.functional, torch.special)
-
-
-class NotProvenError(Exception):
-    """Why a forward stays as it is."""
 
 
 @dataclass(frozen=True)
@@ -104,57 +105,6 @@ def _code_of(function: Any) -> types.CodeType:
     return function.__code__
 
 
-class _Child(nn.Module):
-    """Stands for a child: it can be called, which adds a node to a graph, and nothing else."""
-
-    def __init__(self, name: str, tracer: fx.Tracer) -> None:
-        super().__init__()
-        self._name, self._tracer = name, tracer
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._tracer.create_proxy("call_module", self._name, args, kwargs)
-
-    def __getattribute__(self, name: str) -> Any:
-        # The tracer uses what nn.Module defines; a forward that does is refused for the name.
-        if name.startswith("_") or hasattr(nn.Module, name):
-            return super().__getattribute__(name)
-        raise NotProvenError(f"its forward reads {self._name}.{name}")
-
-    def __iter__(self) -> Any:
-        raise NotProvenError(f"its forward calls the children of {self._name}")
-
-    def __getitem__(self, index: Any) -> Any:
-        return iter(self)
-
-    def __len__(self) -> Any:
-        return iter(self)
-
-    def __bool__(self) -> bool:
-        return True
-
-
-def graph_of(function: Callable[[Any], Any]) -> fx.Graph:
-    """Return the graph of a function that calls no module."""
-    return _traced(lambda tracer, symbol: function(symbol))
-
-
-def _traced(function: Callable[[Any, Any], Any]) -> fx.Graph:
-    """Return the graph of ``function(tracer, symbol)``.
-
-    Torch's way to trace replaces ``nn.Module.__call__`` meanwhile, also for other threads. Models
-    may run there.
-    """
-    tracer: Any = fx.Tracer()
-    graph = fx.Graph(tracer_cls=fx.Tracer)
-    tracer.root, tracer.tensor_attrs, tracer.graph = nn.Module(), {}, graph
-    result = function(tracer, tracer.create_proxy("placeholder", "input", (), {}))
-    tracer.create_node("output", "output", (tracer.create_arg(result),), {})
-    for node in reversed(graph.nodes):
-        if node.op == "get_attr" and not node.users:
-            graph.erase_node(node)
-    return graph
-
-
 def _graph(module: nn.Module, training: bool) -> fx.Graph:
     kind: Any = type(module)
     before: dict[str, Any] = {}
@@ -177,7 +127,7 @@ def _graph(module: nn.Module, training: bool) -> fx.Graph:
                 for name, value in module.__dict__[table].items()
             }
         stand_in.__dict__["_modules"] = {
-            name: None if child is None else _Child(name, tracer)
+            name: None if child is None else Child(name, tracer)
             for name, child in module._modules.items()
         }
         before.update(stand_in.__dict__)
@@ -187,7 +137,7 @@ def _graph(module: nn.Module, training: bool) -> fx.Graph:
         # A stand-in receives the attributes that forward may assign to self, or add to.
         stand_in: Any = kind.__new__(kind)
         with putting_back():
-            graph = _traced(forward)
+            graph = traced(forward)
         after = stand_in.__dict__
     except NotProvenError:
         raise
@@ -229,6 +179,7 @@ class _Names:
         #: An attribute of a tensor that the code names: its symbol shows no use of it until then.
         self._attribute = ""
         self._compares = False
+        self._identifies = False
         #: Whether the graphs show what the forward does in each mode.
         self._both_modes = len(graphs) > 1
         for node in (node for graph in graphs for node in graph.nodes):
@@ -259,6 +210,8 @@ class _Names:
     def _checked(self) -> _Names:
         if self._compares and self._attribute:
             raise NotProvenError(f"its forward may depend on its input's {self._attribute}")
+        if self._identifies:
+            raise NotProvenError("its forward asks whether two values are one object")
         return self
 
     def reached(self) -> Reached:
@@ -272,24 +225,53 @@ class _Names:
     def _scan(self, function: Any) -> None:
         if not is_torchs(function):
             self._functions[function] = None
+            given = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+            for value in given:
+                self._constant("a default value", value)
         for code in nested(_code_of(function)):
             if code in self._seen:
                 continue
             self._seen.add(code)
-            steps = {step.opname for step in dis.get_instructions(code)}
+            instructions = list(dis.get_instructions(code))
+            steps = {step.opname for step in instructions}
             if steps & _HANDLERS:
                 raise NotProvenError("its forward handles exceptions or enters contexts")
+            if steps & _ASSIGNMENTS:
+                raise NotProvenError("its forward assigns attributes or globals")
             # Comparisons by identity or by hash do not call the symbol's methods.
             self._compares |= any(
                 step in ("IS_OP", "CONTAINS_OP") or step.endswith(("_NONE", "_NOT_NONE"))
                 for step in steps
             )
-            for name in code.co_names:
-                self._resolve(name, function)
+            for before, step in itertools.pairwise(instructions):
+                # A symbol is not None, as a tensor is; but x.to(...) may be x.
+                self._identifies |= step.opname == "IS_OP" and before.opname != "LOAD_CONST"
+            for step in instructions:
+                if step.opcode in dis.hasname:
+                    is_attribute = step.opname.endswith(("_ATTR", "_METHOD"))
+                    (self._attribute_named if is_attribute else self._global)(step.argval, function)
 
-    def _resolve(self, name: str, function: Any) -> None:
-        module, kind, scope = self._module, type(self._module), function.__globals__
-        if name in ("super", "forward") or name in self.present:
+    def _global(self, name: str, function: Any) -> None:
+        """Resolve the name of a global variable, or of a function of Python."""
+        scope, of_torch = function.__globals__, False
+        shown = name == "super" or name in _BUILTINS
+        if name in scope:
+            value = scope[name]
+            called = isinstance(value, _FUNCTIONS) and value in self._targets
+            of_torch = any(value is module for module in (*_TORCH, math))
+            shown = called or of_torch or isinstance(value, CONSTANTS)
+        if not shown:
+            raise NotProvenError(f"its forward uses {name}, which its trace does not show")
+        if name not in scope or of_torch or is_torchs(function):
+            return
+        if vars(sys.modules.get(function.__module__, type)) is not scope:
+            raise NotProvenError(f"its forward uses {name} of a module that cannot be found")
+        self._globals[function.__module__, name] = scope[name]
+
+    def _attribute_named(self, name: str, function: Any) -> None:
+        """Resolve the name of an attribute, of the module or of another value."""
+        module, kind = self._module, type(self._module)
+        if name == "forward" or name in self.present:
             return
         if name == "training" and self._both_modes:
             return
@@ -301,7 +283,7 @@ class _Names:
             self.present[name] = None
         elif module._parameters.get(name) is not None or module._buffers.get(name) is not None:
             self.tensors[name] = None
-        elif hasattr(kind, name) and isinstance(getattr(kind, name), types.FunctionType):
+        elif isinstance(method := _function(getattr(kind, name, None)), types.FunctionType):
             if getattr(nn.Module, name, None) is getattr(kind, name):
                 if hasattr(torch.Tensor, name):  # to, float and others, which tensors have too
                     return
@@ -309,31 +291,21 @@ class _Names:
             if name in vars(module):
                 raise NotProvenError(f"its method {name} was replaced on the instance")
             self._methods[name] = getattr(kind, name)
-            if "super" in self._methods[name].__code__.co_names:
+            if "super" in method.__code__.co_names:
                 raise NotProvenError(f"its method {name} calls a base class's")
-            self._scan(self._methods[name])
+            self._scan(method)
         elif hasattr(module, name):
             self._reads[name] = self._constant(name, getattr(module, name))
-        elif name not in self._targets and not _is_pure(name, scope, self._targets):
+        elif name not in self._targets and not _is_usual(name):
             raise NotProvenError(f"its forward uses {name}, which its trace does not show")
-        else:
-            if name in scope:
-                self._global(name, function)
-            if hasattr(torch.Tensor, name) and not callable(getattr(torch.Tensor, name)):
-                self._attribute = name
-
-    def _global(self, name: str, function: Any) -> None:
-        value = function.__globals__[name]
-        if is_torchs(function) or isinstance(value, types.ModuleType):
-            return
-        if vars(sys.modules.get(function.__module__, type)) is not function.__globals__:
-            raise NotProvenError(f"its forward uses {name} of a module that cannot be found")
-        self._globals[function.__module__, name] = value
+        elif hasattr(torch.Tensor, name) and not callable(getattr(torch.Tensor, name)):
+            self._attribute = name
 
     def _constant(self, name: str, value: Any) -> Any:
         parts: tuple[Any, ...] = (value,)
         if isinstance(value, functools.partial):
             parts = value.func, *value.args, *value.keywords.values()
+            value = functools.partial(value.func, *value.args, **value.keywords)
         for part in parts:
             called = isinstance(part, _FUNCTIONS) and part in self._targets
             if not called and not isinstance(part, CONSTANTS):
@@ -341,17 +313,16 @@ class _Names:
         return value
 
 
-def _is_pure(name: str, scope: dict[str, Any], targets: set[Any]) -> bool:
-    """Whether the trace shows every use of ``name``.
+def _function(member: Any) -> Any:
+    """Return the function that reading a property calls; ``member`` itself if it is none."""
+    return member.fget if isinstance(member, property) else member
 
-    It shows every use of constants, torch and its modules, ``math`` and its functions, global
-    functions that the graph calls, and attributes of tensors.
-    """
-    if name in scope:
-        value = scope[name]
-        pure = any(value is module for module in (*_TORCH, math))
-        called = isinstance(value, _FUNCTIONS) and value in targets
-        return pure or called or isinstance(value, CONSTANTS)
+
+def _is_usual(name: str) -> bool:
+    """Whether a name can only be an attribute of a tensor, a function of ``math``, a module of
+    torch or a constant of torch. A symbol has special attributes of its own, such as a class."""
+    if name.startswith("__"):
+        return False
     if hasattr(math, name) or hasattr(torch.Tensor, name):
         return True
     found = [getattr(owner, name) for owner in _TORCH if hasattr(owner, name)]
