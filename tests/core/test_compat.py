@@ -168,6 +168,33 @@ def test_every_name_has_a_test() -> None:
     assert queried - elsewhere <= {name for group in GROUPS for name in group}
 
 
+def excluded(context: Any) -> str:
+    with context:
+        return str(torch._C._dispatch_tls_local_exclude_set())
+
+
+def test_guards_without_private_names_exclude_the_same_keys(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert excluded(compat._excluding_autograd()) == excluded(compat.below_autograd())
+    usual = compat.without_autocast["cpu"]
+    monkeypatch.setattr(compat, "private", lambda path, otherwise: otherwise)
+    with torch.autocast("cpu", torch.bfloat16):
+        for uncast in (usual, compat._without_autocast("cpu")):
+            with uncast():
+                assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is torch.float32
+
+
+def test_a_tensor_shares_its_storage_with_views() -> None:
+    t = torch.ones(4)
+    assert compat.holds_storage_alone(t)
+    view = t[:2]
+    assert not compat.holds_storage_alone(t)
+    assert not compat.holds_storage_alone(view)
+    del view
+    assert compat.holds_storage_alone(t)
+
+
 def test_the_baseline_without_private_operators(monkeypatch: pytest.MonkeyPatch) -> None:
     """The baseline then multiplies as for other problems."""
     half, eight = Operand(torch.float16), Operand(torch.float8_e4m3fn)

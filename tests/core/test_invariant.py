@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -343,6 +344,20 @@ def test_a_miss_of_this_mode_is_tuned_for_this_mode(tmp_path: Path) -> None:
     record = d.tune(again, settings())
     assert record.problem == miss.problem
     assert d.choose(weight_problem(16), settings(on_cache_miss="error")).origin == "cache"
+
+
+@pytest.mark.parametrize("forked", [False, True])
+def test_a_tuning_of_this_mode_takes_its_own_lock_again(forked: bool, tmp_path: Path) -> None:
+    """It measures several M in one turn, also in a forked child, which has a lock of its own."""
+    d, _ = dispatcher(FakeBlas(), Summing("k", {1: "one", 2: "two"}), root=tmp_path)
+    timer = timed(d, {("blas", 1): 9.0, ("k", 1): 5.0, ("k", 2): 6.0})
+    if forked:
+        d.after_fork()
+    thread = threading.Thread(target=lambda: d.tune(weight_problem(16), settings()), daemon=True)
+    thread.start()
+    thread.join(30.0)
+    assert not thread.is_alive()
+    assert timer.tuned
 
 
 def test_an_error_where_nothing_is_on_record_and_that_is_forbidden(tmp_path: Path) -> None:

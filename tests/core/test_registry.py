@@ -50,7 +50,8 @@ def names(r: Registry) -> list[str]:
     return [kernel.name for kernel in r.kernels()]
 
 
-def test_nothing_is_loaded_before_it_is_needed() -> None:
+@pytest.mark.parametrize("forked", [False, True])
+def test_nothing_is_loaded_before_it_is_needed(forked: bool) -> None:
     loads = []
 
     def found() -> Iterable[Any]:
@@ -58,6 +59,8 @@ def test_nothing_is_loaded_before_it_is_needed() -> None:
         return [EntryPoint("p", plugin(FakeKernel("k")))]
 
     r = Registry(found)
+    if forked:
+        r.after_fork()
     assert loads == []
     assert names(r) == names(r) == ["k"]
     assert loads == [1]

@@ -27,6 +27,7 @@ from outer import OUTER
 from outputs import OUTPUTS
 from packed import PACKED
 from path import PATH
+from picked import PICKED
 from planted import PLANTED
 from pool import POOL
 from redrawn import REDRAWN
@@ -72,4 +73,5 @@ MUTANTS: list[Mutant] = [
     *OUTER,
     *REDRAWN,
     *PLANTED,
+    *PICKED,
 ]
