@@ -342,6 +342,21 @@ def test_groups_by_torch_have_the_requested_dtype() -> None:
         torch.testing.assert_close(y.float(), exact.float(), atol=0.1, rtol=0.02)
 
 
+@pytest.mark.parametrize("column", [providers.eager, providers.tmm, grouped_baselines.eager])
+def test_each_copy_of_the_operands_is_multiplied(
+    column: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Operands that were read lately would be in the L2 cache."""
+    many = column is grouped_baselines.eager
+    monkeypatch.setattr(grouped_baselines, "_by_torch", lambda call: call.a @ call.b[0])
+    make = grouped if many else Case(m=4, n=6, k=8, bias=True, dtype=torch.float32).call
+    calls = [make(bias=True) if many else make(CPU) for _ in range(2)]
+    run = column(calls)
+    for copy, call in enumerate(calls):
+        b = call.b[0] if many else call.b
+        torch.testing.assert_close(run(copy), call.a @ b + call.bias)
+
+
 def test_scales_that_are_missing_are_ones_for_each_row_and_column() -> None:
     call = Case(m=32, n=16, k=16, dtype=torch.float8_e4m3fn, groups=2).call(CPU)
     a_scale, b_scale = grouped_baselines._row_scales(call)

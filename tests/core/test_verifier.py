@@ -17,6 +17,7 @@ import torch
 from fakes import (
     ON_8_BIT_FLOATS,
     FakeBlas,
+    FakeConfig,
     FakeKernel,
     FakeTimer,
     Faulty,
@@ -381,6 +382,43 @@ def test_a_kernel_that_overwrites_its_inputs_affects_no_other() -> None:
     with pytest.raises(RuntimeError, match="after it wrote"):
         verifier.verdict(Faulty(explodes).bind(instance, ANY))
     assert verifier.verdict(right).ok
+
+
+def test_an_input_that_a_launch_changed_before_it_is_rewritten_is_noticed() -> None:
+    """The first use has one set of inputs; further inputs are written to the same memory."""
+    launches = 0
+
+    def launch(right: Any, a: torch.Tensor, *arguments: Any) -> Any:
+        nonlocal launches
+        result = right(a, *arguments)
+        launches += 1
+        if launches == 2:
+            a.data[0, 0] += 8
+        return result
+
+    launcher = Faulty(launch).bind(problem(), FakeConfig())
+    data = Verifier(problem(), torch.device("cpu"), sampled=True)
+    verdict = data.verdict(launcher, extent="first use")
+    assert launches == 2
+    assert verdict.reason == "it wrote to its input a, or around it"
+
+
+def test_a_verification_within_inference_mode_makes_ordinary_tensors() -> None:
+    """A kernel keeps memory from one launch to the next, which only torch.inference_mode may write
+    if it was allocated there."""
+    kept: list[torch.Tensor] = []
+
+    def launch(right: Any, *arguments: Any) -> Any:
+        if not kept:
+            kept.append(torch.zeros(1))
+        kept[0].add_(1)
+        return right(*arguments)
+
+    launcher = Faulty(launch).bind(problem(), FakeConfig())
+    with torch.inference_mode():
+        verdict = Verifier(problem(), torch.device("cpu")).verdict(launcher)
+    assert verdict.reason is None
+    kept[0].add_(1)
 
 
 def test_special_values_are_taken_back() -> None:

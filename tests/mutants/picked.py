@@ -6,6 +6,9 @@ from mutant import Mutant
 
 OWN_LOCK = "tests/core/test_invariant.py::test_a_tuning_of_this_mode_takes_its_own_lock_again"
 
+VERIFIER = "tests/core/test_verifier.py"
+COPIES = "tests/core/test_boundaries_bench.py::test_each_copy_of_the_operands_is_multiplied"
+
 PICKED = [
     Mutant("picked-lock-of-measuring", "dispatch/measuring.py",
            "threading.RLock()", "threading.Lock()",
@@ -23,4 +26,20 @@ PICKED = [
            "without a private name, a call below autograd may be recorded again",
            ("tests/core/test_compat.py::"
             "test_guards_without_private_names_exclude_the_same_keys",)),
+    Mutant("picked-inference-mode-of-the-caller", "verify/verifier.py",
+           "with torch.inference_mode(False), torch.no_grad():\n            try:",
+           "with torch.no_grad():\n            try:",
+           "right kernels are refused where the first call is made in inference mode",
+           (f"{VERIFIER}::test_a_verification_within_inference_mode_makes_ordinary_tensors",)),
+    Mutant("picked-inputs-before-they-are-rewritten", "verify/ways_of_use.py",
+           "        self._check_inputs()  # before they are rewritten\n", "",
+           "a kernel that changes its input passes at its first use",
+           (f"{VERIFIER}::"
+            "test_an_input_that_a_launch_changed_before_it_is_rewritten_is_noticed",)),
+    Mutant("picked-copies-of-groups", "bench/grouped_baselines.py",
+           "call = calls[copy]", "call = calls[0]",
+           "torch's grouped product is timed on operands in the L2 cache", (COPIES,)),
+    Mutant("picked-copies", "bench/providers.py",
+           "call = calls[copy]", "call = calls[0]",
+           "the eager call is timed on operands in the L2 cache", (COPIES,)),
 ]  # fmt: skip
