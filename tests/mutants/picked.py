@@ -42,4 +42,9 @@ PICKED = [
     Mutant("picked-copies", "bench/providers.py",
            "call = calls[copy]", "call = calls[0]",
            "the eager call is timed on operands in the L2 cache", (COPIES,)),
+    Mutant("picked-wide-stores", "hopper/kernel_arguments.py",
+           "        made._promise_wide_stores()\n", "",
+           "scattered rows are stored two bytes at a time",
+           ("tests/plugins/test_warp_specialized.py::"
+            "test_rows_without_tma_are_stored_16_bytes_at_a_time",)),
 ]  # fmt: skip

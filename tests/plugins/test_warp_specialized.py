@@ -377,6 +377,24 @@ def test_arguments_declared_divisible_are() -> None:
         assert KERNEL.specialize(outputs, CONFIG).divisible == promised
 
 
+@pytest.mark.parametrize(
+    ("fields", "promised"),
+    [
+        ({"out_index": torch.int32}, {"out_ptr": 16, "out_stride": 8, "N": 8}),
+        ({"zeroed": True}, {"out_ptr": 16, "out_stride": 8, "N": 8}),
+        ({}, {}),
+    ],
+)
+def test_rows_without_tma_are_stored_16_bytes_at_a_time(
+    fields: dict[str, Any], promised: dict[str, int]
+) -> None:
+    """Rows that an index scatters, and zeros beyond the last group."""
+    instance = problem(groups=Groups(8, "m", **fields))
+    assert KERNEL.specialize(instance, CONFIG).divisible == promised
+    unaligned = dataclasses.replace(instance, out=Operand(BF16, aligned=False))
+    assert KERNEL.specialize(unaligned, CONFIG).divisible == {}
+
+
 @pytest.mark.parametrize("scales", [("row", "row"), ("tensor", "tensor")], ids=str)
 def test_partial_sums_are_scaled_once(scales: Any) -> None:
     """The kernel that adds the partial sums applies the scales."""
