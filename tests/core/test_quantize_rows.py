@@ -21,6 +21,7 @@ from tmm_core import Operand, Problem, Quantized, Scale, quantize, quantize_rows
 from tmm_core.epilogues import parse
 from tmm_core.interop import row_quantization
 from tmm_core.spec.device import DeviceFingerprint, interpreting
+from tmm_core.spec.launcher import Bound
 from tmm_core.triton import compile_for, source, target_of
 from tmm_core.triton.quantize_rows import QuantizeRows, arguments
 from tmm_core.verify import compare
@@ -272,6 +273,12 @@ def by_address(
     return ((a.double() * groups.double()) @ (b.double() * of_b.double())).to(output_dtype)
 
 
+def model_cublaslt(monkeypatch: pytest.MonkeyPatch) -> None:
+    scaling = types.SimpleNamespace(BlockWise1x128="1x128", BlockWise128x128="128x128")
+    monkeypatch.setattr(cublaslt_blocks.F, "ScalingType", scaling, raising=False)
+    monkeypatch.setattr(cublaslt_blocks.F, "scaled_mm", by_address, raising=False)
+
+
 @pytest.mark.parametrize("m", [1, 5, 8])
 @pytest.mark.parametrize("k", [512, 640])
 @pytest.mark.parametrize("block", [(128, 128), (1, 128)])
@@ -279,9 +286,7 @@ def by_address(
 def test_scales_have_cublaslts_memory_layout(
     m: int, k: int, block: tuple[int, int], turned: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    scaling = types.SimpleNamespace(BlockWise1x128="1x128", BlockWise128x128="128x128")
-    monkeypatch.setattr(cublaslt_blocks.F, "ScalingType", scaling, raising=False)
-    monkeypatch.setattr(cublaslt_blocks.F, "scaled_mm", by_address, raising=False)
+    model_cublaslt(monkeypatch)
     weight = quantize(torch.randn(256, k), "fp8", block=block)
     rows = quantize_rows(torch.randn(m, k), group=128)
     if turned:  # both in the other order
@@ -293,6 +298,22 @@ def test_scales_have_cublaslts_memory_layout(
     exact = rows.dequantize().double() @ weight.dequantize().double().T
     # dequantize() rounds to bf16.
     torch.testing.assert_close(found.double(), exact, rtol=2e-2, atol=2e-2 * float(exact.std()))
+
+
+def test_each_operand_has_its_scales_and_terms_are_added(monkeypatch: pytest.MonkeyPatch) -> None:
+    model_cublaslt(monkeypatch)
+    weight = quantize(torch.randn(256, 640) / 25, "fp8", block=(128, 128))
+    rows = quantize_rows(torch.randn(64, 640), group=128)
+    bias, residual = torch.randn(256, dtype=BF16), torch.randn(64, 256, dtype=BF16)
+    terms = {"bias": BF16, "residual": Operand(BF16), "epilogue": parse("silu")}
+    launcher = Bound.of(Blas().bind(replace(TWO, **terms), BlasConfig(blocks=True))).run
+    found = launcher(
+        rows.stored, weight.stored.t(), bias, residual, 0.5, None,
+        a_scale=rows.scale, b_scale=weight.scale.t(),
+    )  # fmt: skip
+    z = 0.5 * (rows.dequantize().float() @ weight.dequantize().float().T) + bias.float()
+    exact = torch.nn.functional.silu(z) + residual.float()
+    torch.testing.assert_close(found.float(), exact, rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.gpu

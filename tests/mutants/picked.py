@@ -47,4 +47,16 @@ PICKED = [
            "scattered rows are stored two bytes at a time",
            ("tests/plugins/test_warp_specialized.py::"
             "test_rows_without_tma_are_stored_16_bytes_at_a_time",)),
+    Mutant("picked-parsed-epilogue", "interop/calls.py",
+           "    if isinstance(epilogue, Epilogue):\n        return epilogue.interned()\n    return epilogue if",
+           "    return epilogue if",
+           "each call through the operator parses its epilogue, which takes 0.2 ms",
+           ("tests/core/test_boundaries_calls.py::"
+            "test_an_epilogue_has_its_text_without_the_registry",)),
+    Mutant("picked-scales-of-blocks", "tmm_blas/blas.py",
+           'product(a, b, parts["a_scale"], parts["b_scale"])',
+           'product(a, b, parts["b_scale"], parts["a_scale"])',
+           "cuBLASLt multiplies each operand with the other's scales",
+           ("tests/core/test_quantize_rows.py::"
+            "test_each_operand_has_its_scales_and_terms_are_added",)),
 ]  # fmt: skip
