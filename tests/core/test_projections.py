@@ -521,6 +521,49 @@ class Writes(Projects):
         return q, k
 
 
+class WritesByAnotherName(Projects):
+    def forward(self, x: Tensor) -> Any:
+        shape = x.shape[:-1]
+        other = x
+        heads = (*shape, -1, self.head_dim)
+        q = self.q(x).view(heads)
+        other += 1
+        k = self.k(x).view(heads)
+        return q, k
+
+
+class WritesAWeight(Projects):
+    def forward(self, x: Tensor) -> Any:
+        shape = x.shape[:-1]
+        heads = (*shape, -1, self.head_dim)
+        q = self.q(x).view(heads)
+        self.k.weight.data.mul_(2)
+        k = self.k(x).view(heads)
+        return q, k
+
+
+class WritesARow(Projects):
+    def forward(self, x: Tensor) -> Any:
+        shape = x.shape[:-1]
+        other = x
+        heads = (*shape, -1, self.head_dim)
+        q = self.q(x).view(heads)
+        other[0] = 0
+        k = self.k(x).view(heads)
+        return q, k
+
+
+class ViewsAgain(Projects):
+    """Columns of a joint product cannot be viewed as rows of all heads."""
+
+    def forward(self, x: Tensor) -> Any:
+        shape = x.shape[:-1]
+        heads = (*shape, -1, self.head_dim)
+        q = self.q(x).view(heads)
+        k = self.k(x).view(heads)
+        return q.float().view(-1, self.head_dim), k
+
+
 class Replaces(Projects):
     def forward(self, x: Tensor) -> Any:
         x = x * 2
@@ -568,7 +611,8 @@ class Others(Projects):
 
 def test_projections_of_a_forward_are_read_from_its_source() -> None:
     assert names_of(Projects) == ("q", "k")
-    for kind in (Writes, Replaces, Merges, Chooses, Twice, Others):
+    written = Writes, WritesByAnotherName, WritesAWeight, WritesARow
+    for kind in (*written, ViewsAgain, Replaces, Merges, Chooses, Twice, Others):
         assert names_of(kind) == (), kind
     assert names_of(torch.nn.ReLU) == names_of(nn.Identity) == ()
 

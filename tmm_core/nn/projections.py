@@ -32,6 +32,8 @@ from tmm_core.quantized import Quantized
 from tmm_core.settings import with_static_weights
 
 Tensor = torch.Tensor
+#: Statements that may change a tensor.
+_EFFECTS = (ast.Expr, ast.AugAssign, ast.Delete)
 
 
 class JointProjections(Together):
@@ -165,14 +167,17 @@ def _projected(forward: Any) -> tuple[str, ...]:
     for x, calls in found.items():
         names = [name for _, name in calls]
         between = function.body[calls[0][0] : calls[-1][0] + 1]
+        results = {n.id for number, _ in calls for n in _stored(function.body[number])}
         if len(names) == len(set(names)) > 1 and _only_projected(x, between, len(names)):
+            if _is_viewed(results, function):
+                continue
             return tuple(names)
     return ()
 
 
 def _head_shapes(function: ast.FunctionDef) -> Iterator[tuple[str, str]]:
     """Yield the names of each shape ``(*x.shape[:-1], -1, self.head_dim)`` and of its ``x``."""
-    written = [n.id for n in _names(function) if isinstance(n.ctx, ast.Store)]
+    written = [n.id for n in _stored(function)]
     leading: dict[str, str] = {}
     for step in function.body:
         match step:
@@ -211,8 +216,27 @@ def _projections(step: ast.stmt, heads: dict[str, str]) -> Iterator[tuple[str, s
 
 
 def _only_projected(x: str, steps: Sequence[ast.stmt], calls: int) -> bool:
-    """Whether these steps use ``x`` in nothing but the projections."""
+    """Whether these steps use ``x`` in nothing but the projections, and only assign to variables.
+    Other steps may change ``x`` by another name, or a weight."""
+    nodes = [node for step in steps for node in ast.walk(step)]
+    stored = {type(node) for node in nodes if isinstance(getattr(node, "ctx", None), ast.Store)}
+    if not stored <= {ast.Name, ast.Tuple} or any(type(n) in _EFFECTS for n in nodes):
+        return False
     return sum(name.id == x for step in steps for name in _names(step)) == calls
+
+
+def _is_viewed(results: set[str], function: ast.FunctionDef) -> bool:
+    """Whether the forward views a result again, as only a contiguous one can be viewed."""
+    for node in ast.walk(function):
+        match node:
+            case ast.Call(func=ast.Attribute(value=value, attr="view" | "view_as")):
+                if any(name.id in results for name in _names(value)):
+                    return True
+    return False
+
+
+def _stored(step: ast.AST) -> list[ast.Name]:
+    return [name for name in _names(step) if isinstance(name.ctx, ast.Store)]
 
 
 def _names(step: ast.AST) -> list[ast.Name]:
