@@ -101,6 +101,17 @@ def gate_twice(self: Any, x: Tensor) -> Tensor:
     return self.down(F.silu(parts[0]) * parts[0])
 
 
+def parts_used_again(self: Any, x: Tensor) -> Tensor:
+    parts = gate, up = self.wide(x).chunk(2, dim=-1)
+    return self.down(F.silu(gate) * up) + parts[1]
+
+
+def unpacked_twice(self: Any, x: Tensor) -> Tensor:
+    parts = gate, up = self.wide(x).chunk(2, dim=-1)
+    first, second = parts
+    return self.down(F.silu(gate) * up) + first * second
+
+
 def added(self: Any, x: Tensor) -> Tensor:
     gate, up = self.wide(x).chunk(2, dim=-1)
     return self.down(F.silu(gate) + up)
@@ -205,6 +216,8 @@ def gate_of_itself(self: Any, x: Tensor) -> Tensor:
         (half_used_again, ["linear"] * 3, "its halves are used for more than their product"),
         (gate_used_again, ["linear"] * 3, "its halves are used for more than their product"),
         (gate_twice, ["linear"] * 3, "its halves are also used otherwise"),
+        (parts_used_again, ["linear"] * 3, "its halves are also used otherwise"),
+        (unpacked_twice, ["linear"] * 3, "its halves are also used otherwise"),
         (added, ["linear"] * 3, "its halves are used for more than their product"),
         (tanh_gate, ["linear"] * 3, "no gated epilogue computes tanh"),
         (whole_used_again, ["linear"] * 3, "its halves are also used otherwise"),
@@ -596,6 +609,31 @@ def test_why_a_forward_is_not_fused(forward: Any, reason: str) -> None:
     report = convert(model)
     assert {each.reason.partition(" (")[0] for each in report.not_fused} == {reason}
     assert [change.kind for change in report.changes] == ["linear"] * 3
+
+
+class OfThree(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        batch, rows, _ = x.shape
+        return self.act(self.up(x)).reshape(batch * rows, -1)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("shape", [(5, 8), (2, 5, 8), (1, 2, 5, 8)])
+def test_a_fused_forward_unpacks_as_many_values_as_its_own(shape: tuple[int, ...]) -> None:
+    model, x = OfThree(), torch.randn(shape)
+    converted = copy.deepcopy(model)
+    assert "epilogue" in [change.kind for change in convert(converted).changes]
+    results = []
+    for each in (model, converted):
+        try:
+            results.append(each(x))
+        except ValueError as error:
+            results.append(str(error))
+    expected, found = results
+    assert type(found) is type(expected)
+    if isinstance(expected, str):
+        assert found == expected
+    else:
+        torch.testing.assert_close(found, expected)
 
 
 class TwiceOnCall(nn.Module):

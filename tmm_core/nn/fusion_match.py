@@ -16,7 +16,7 @@ from torch import fx
 
 from tmm_core.epilogues import GATED_BY
 from tmm_core.nn.activation import Activation, of_node
-from tmm_core.nn.symbols import NotProvenError
+from tmm_core.nn.symbols import NotProvenError, unpacked
 from tmm_core.nn.trace import Trace
 
 
@@ -107,14 +107,15 @@ class _Rewriting:
 
     def _consider_halves(self, node: fx.Node, half: fx.Node, act: str | None, name: str) -> None:
         """``activation(h[0]) * h[1]`` of the halves of a product, gate first."""
-        whole = half.args[0]
+        parts: Any = half.args[0]
+        whole = parts.args[0] if getattr(parts, "target", None) is unpacked else parts
         if not isinstance(whole, fx.Node) or not _halves(whole):
             return
         source = whole.all_input_nodes[0]
         if not self._is_product(source):
             return
         reason = None
-        others = [user for user in whole.users if user is not half]
+        others = [*{*whole.users, *parts.users} - {half, parts}]
         if name not in GATED_BY:
             reason = f"no gated epilogue computes {name}"
         elif half.args[1] != 0:

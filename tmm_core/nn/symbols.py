@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dis
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +12,20 @@ from torch import fx, nn
 
 class NotProvenError(Exception):
     """Why a forward stays as it is."""
+
+
+def unpacked(values: Any, number: int) -> tuple[Any, ...]:
+    """Return the values that ``a, b = values`` assigns to so many variables.
+
+    Raises:
+        ValueError: There are more or fewer.
+    """
+    found = tuple(values)
+    if len(found) > number:
+        raise ValueError(f"too many values to unpack (expected {number})")
+    if len(found) < number:
+        raise ValueError(f"not enough values to unpack (expected {number}, got {len(found)})")
+    return found
 
 
 class _Symbol(fx.Proxy):
@@ -23,6 +39,15 @@ class _Symbol(fx.Proxy):
 
     def __hash__(self) -> int:
         raise NotProvenError("its forward looks a tensor up in a table")
+
+    def __iter__(self) -> Any:
+        frame = sys._getframe(1)
+        steps = dis.get_instructions(frame.f_code)
+        step = next(each for each in steps if each.offset >= frame.f_lasti)
+        if step.opname != "UNPACK_SEQUENCE":
+            return super().__iter__()  # refused
+        values = self.tracer.create_proxy("call_function", unpacked, (self, step.arg), {})
+        return iter([values[i] for i in range(step.arg or 0)])
 
     def _refuse(self, other: Any) -> Any:
         raise NotProvenError("its forward changes a tensor in place")
