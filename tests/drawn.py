@@ -67,6 +67,8 @@ def outcome(call: Callable[[], Any]) -> Any:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
+            # Torch's own, where a process first differentiates forwards.
+            warnings.filterwarnings("ignore", ".*torch.jit.script", DeprecationWarning)
             return call()
     except Exception as error:
         return error

@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import tmm_core
 from tmm_core import dispatch
 from tmm_core.epilogues import BUILTIN
-from tmm_core.interop import operator
+from tmm_core.interop import grouped_operator, operator, outputs_operator
 from tmm_core.nn import GatedMLP
 from tmm_core.nn.gated_product import gated_linear
 from tmm_core.spec.epilogue import Epilogue
@@ -293,6 +293,73 @@ def test_the_profiler_shows_the_kernel() -> None:
     with torch.profiler.profile(acc_events=True) as profile:
         pass
     assert not [e for e in profile.events() if e.name == "blas"]
+
+
+DIRECT: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "matmul": (operator.matmul, (randn(4, 5), randn(5, 6), None, None, 0.5, "silu")),
+    "grouped": (
+        grouped_operator.grouped_matmul,
+        (randn(4, 5), randn(2, 5, 6), torch.tensor([1, 4], dtype=torch.int32)),
+    ),
+    "outputs": (
+        outputs_operator._operator, (randn(4, 5), randn(5, 6), None, None, 1.0, "quantize")
+    ),
+}  # fmt: skip
+#: The kernels of torch's Autograd key, in Python.
+DISPATCHED = {("autograd.py", "matmul"), ("grouped_operator.py", "_differentiable")}
+DISPATCHED |= {("libraries.py", "rule")}
+
+
+@pytest.mark.parametrize("name", DIRECT)
+def test_a_call_without_gradients_skips_the_dispatcher(name: str) -> None:
+    op, given = DIRECT[name]
+
+    def dispatched(*given: Any) -> bool:
+        ran = set()
+
+        def note(frame: Any, *_: Any) -> None:
+            ran.add((os.path.basename(frame.f_code.co_filename), frame.f_code.co_name))
+
+        sys.setprofile(note)
+        try:
+            op(*given)
+        finally:
+            sys.setprofile(None)
+        return not ran.isdisjoint(DISPATCHED)
+
+    learning = given[0].clone().requires_grad_(), *given[1:]
+    op(*given)
+    assert not dispatched(*given)
+    assert dispatched(*learning)
+    with torch.no_grad():
+        assert not dispatched(*learning)
+
+
+TENSOR = randn(5, 5)
+MISTAKEN = {
+    "nothing": ((), {}),
+    "one operand": ((TENSOR,), {}),
+    "a list": ((TENSOR, [1.0]), {}),
+    "a text for a bias": ((TENSOR, TENSOR, "bias"), {}),
+    "a text for alpha": ((TENSOR, TENSOR, None, None, "1"), {}),
+    "a number for the epilogue": ((TENSOR, TENSOR, None, None, 1.0, 1), {}),
+    "one argument too many": ((TENSOR, TENSOR, *[None] * 2, 1.0, "", *[None] * 5, "", 1), {}),
+    "an unknown name": ((TENSOR, TENSOR), {"gamma": 1.0}),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKEN)
+def test_mistaken_arguments_of_the_operator_get_an_error_of_torch(mistake: str) -> None:
+    given, named = MISTAKEN[mistake]
+    with pytest.raises(RuntimeError, match="tmm::matmul"):
+        operator.matmul(*given, **named)
+
+
+def test_an_operator_takes_numbers_as_torch_does() -> None:
+    a, b = randn(4, 5), randn(5, 6)
+    for alpha in (3, 3.0, True):
+        torch.testing.assert_close(operator.matmul(a, b, None, None, alpha), float(alpha) * (a @ b))
+    torch.testing.assert_close(operator.matmul(b=b, a=a, epilogue="relu"), F.relu(a @ b))
 
 
 def test_deterministic_algorithms_choose_by_trait() -> None:

@@ -15,6 +15,7 @@ with warnings.catch_warnings():
 
 
 import tmm_core
+from tmm_core.interop import inductor
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
@@ -77,6 +78,22 @@ def test_each_row_of_the_benchmark_runs(bench: Any, name: str) -> None:
         assert (int(rewritten), int(products) > 0) == (0, True)  # on a CPU BLAS wins
     assert f"{found['ratio']:.3f}×" in bench.line(name, found)
     assert not tmm_core.enabled_report().active
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_torchs_way_stays_torchs_when_torch_compiles_again(
+    bench: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = bench.ROWS["llama-compiled-decode-1"].make(bench.Bench(torch.device("cpu")))
+    pair.tune()
+    asked: list[Any] = []
+    monkeypatch.setattr(inductor, "pays", lambda *given: asked.append(given))
+    for way in (pair.torch, pair.tmm):
+        torch._dynamo.reset()
+        with way.inside():
+            way.run()
+        assert bool(asked) == (way is pair.tmm)
 
 
 def test_results_are_one_table(bench: Any) -> None:

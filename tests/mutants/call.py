@@ -63,6 +63,28 @@ VALID_CALLS = [
            "    if True:\n", "torch casts what a rule of vmap computes itself",
            ("tests/core/test_quantized_tensor.py"
             "::test_mapped_products_of_two_stored_operands_under_autocast",)),
+    Mutant("direct-differentiated", "interop/declaration.py",
+           'f"not differentiated({given})"]', '"True"]',
+           "a compiled graph's call in forward mode loses its tangent",
+           ("tests/core/test_autograd.py::test_tangents_inside_a_graph",)),
+    Mutant("direct-allowed", "interop/declaration.py",
+           'f"allowed({given})", ', "", "the operator hides its calls from torch's modes",
+           ("tests/core/test_operator.py::test_every_builtin_epilogue_goes_through_make_fx",)),
+    Mutant("direct-types", "interop/declaration.py",
+           """    conditions += [f"type({r.name}) in TYPES['{r.type}']" for r in roles if not r.is_tensor]\n""",
+           "", "the operator takes a text for alpha",
+           ("tests/core/test_operator.py"
+            "::test_mistaken_arguments_of_the_operator_get_an_error_of_torch",)),
+    Mutant("direct-more", "interop/declaration.py", '["not more", "not named", ', "[",
+           "the operator fails on unknown arguments in its own words",
+           ("tests/core/test_operator.py"
+            "::test_mistaken_arguments_of_the_operator_get_an_error_of_torch",)),
+    Mutant("direct-meta", "interop/declaration.py", ', "not a.is_meta"]', "]",
+           "a product on meta calls itself", (f"{VALID}::test_layers_on_meta",)),
+    Mutant("direct-never", "interop/declaration.py", "    operator._op = call\n", "",
+           "each call of a compiled graph passes torch's dispatcher",
+           ("tests/core/test_operator.py"
+            "::test_a_call_without_gradients_skips_the_dispatcher",)),
     Mutant("vmap-unchecked", "interop/vmap.py",
            "    shape = check(one, epilogue_of(call.epilogue))\n", "    shape = ()\n",
            "a mapped bias may have any dtype",

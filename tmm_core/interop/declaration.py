@@ -17,6 +17,7 @@ from tmm_core.formats import FLOATS, pair
 from tmm_core.interop import autograd_state, flops
 from tmm_core.interop.libraries import TAGS, define
 from tmm_core.launch.check import announce_write, check_out, ranges_meet, result_dtype, strided
+from tmm_core.launch.codegen import written
 from tmm_core.launch.warm import epilogue_of, plain
 from tmm_core.settings import overridden, within
 from tmm_core.spec.arguments import ROLES_OF, Arguments, GroupedArguments, Role, schema
@@ -32,6 +33,7 @@ def declare(
     arguments: type[Arguments | GroupedArguments],
     *,
     run: Callable[..., Any],
+    allowed: Callable[..., bool],
     check: Callable[..., Any],
     empty: Callable[..., Any],
     derivative: Callable[..., Any],
@@ -47,6 +49,8 @@ def declare(
 
     Args:
         arguments: The class of its arguments, whose roles give the schema and the autocast rule.
+        allowed: Whether tensors need nothing but autograd of torch's dispatcher
+            (:data:`tmm_core.launch.warm.fast_path_allowed`).
         check: ``(call, epilogue) -> shape`` of the result; raises if arguments do not fit.
         empty: ``(call, shape) -> result``, uninitialised.
         derivative: The operator's kernel for torch's Autograd key.
@@ -75,6 +79,7 @@ def declare(
     library = define(f"{name}({schema(arguments)}) -> {returns}", run, fake)
     packet = getattr(torch.ops.tmm, name)
     operator = packet.default
+    _call_directly(operator, arguments, run, allowed)
     if returns == "Tensor":
         out_schema = f"{name}.out({schema(arguments)}, *, Tensor(a!) out) -> Tensor(a!)"
         library.define(out_schema, tags=TAGS)
@@ -87,6 +92,54 @@ def declare(
         library.impl(name, rule, f"Autocast{device.upper()}")
     flops.count(packet, flop_formula)
     return operator
+
+
+#: The Python types of arguments that are not tensors, by their types in a schema.
+_TYPES = {
+    "Scalar": {float},
+    "str": {str},
+    "bool": {bool},
+    "ScalarType?": {type(None), torch.dtype},
+}
+
+
+def _call_directly(
+    operator: Any,
+    arguments: type[Arguments | GroupedArguments],
+    run: Callable[..., Any],
+    allowed: Callable[..., bool],
+) -> None:
+    """Let calls of the operator from Python skip torch's dispatcher where it has nothing to do.
+
+    Compiled graphs call operators. The dispatcher calls the kernel of the Autograd key and then
+    ``run``, both in Python, and takes longer than ``run`` itself.
+    """
+    dispatch = getattr(operator, "_op", None)  # what torch's object of the operator calls
+    if dispatch is None:
+        return
+    roles = [role for role in ROLES_OF[arguments] if role.name != "out"]
+    tensors = [role for role in roles if role.is_tensor]
+    given = ", ".join(role.name for role in tensors)
+    conditions = ["not more", "not named", f"allowed({given})", f"not differentiated({given})"]
+    conditions += [f"type({r.name}) in TYPES['{r.type}']" for r in roles if not r.is_tensor]
+    conditions += [f"{r.name} is not None" for r in tensors if not r.optional]
+    # The dispatcher computes results on meta, by the operator's fake rule.
+    conditions += ["not is_batched(a)", "not is_batched(b)", "not a.is_meta"]
+    defaults = {role.name: arguments._field_defaults.get(role.name) for role in roles}
+    is_direct = written(
+        "is_direct",
+        ", ".join(f"{name}={value!r}" for name, value in defaults.items()) + ", *more, **named",
+        [f"return {' and '.join(conditions)}"],
+        {
+            "allowed": allowed, "differentiated": autograd_state.differentiated, "TYPES": _TYPES,
+            "is_batched": compat.is_batched,
+        },
+    )  # fmt: skip
+
+    def call(*given: Any, **named: Any) -> Any:
+        return (run if is_direct(*given, **named) else dispatch)(*given, **named)
+
+    operator._op = call
 
 
 def rewritten(

@@ -258,6 +258,7 @@ grouped_matmul = declare(
     "grouped_matmul",
     GroupedArguments,
     run=run,
+    allowed=fast_path_allowed,
     check=check,
     empty=_empty,
     derivative=_differentiable,

@@ -20,6 +20,7 @@ matmul = declare(
     "matmul",
     Arguments,
     run=run,
+    allowed=fast_path_allowed,
     check=check,
     empty=empty,
     derivative=autograd.matmul,

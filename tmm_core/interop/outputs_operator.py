@@ -18,7 +18,7 @@ from tmm_core.interop.declaration import declare
 from tmm_core.interop.libraries import differentiated
 from tmm_core.launch.check import check
 from tmm_core.launch.output_memory import allocator
-from tmm_core.launch.warm import epilogue_of, run
+from tmm_core.launch.warm import epilogue_of, fast_path_allowed, run
 from tmm_core.spec.arguments import Arguments
 
 Tensor = torch.Tensor
@@ -79,6 +79,7 @@ _operator: Any = declare(
     "matmul_outputs",
     Arguments,
     run=_run,
+    allowed=fast_path_allowed,
     check=check,
     empty=_empty,
     derivative=differentiated(lambda *given: _operator(*given), _apart),
