@@ -542,6 +542,10 @@ def by_identity(self: Any, x: Tensor) -> Tensor:
     return h if y is x else -h
 
 
+def of_one_random_number(self: Any, x: Tensor) -> Tensor:
+    return self.act(self.up(x)) + torch.randn(x.shape) * torch.randn(1).sum().item()
+
+
 def by_a_default_list(self: Any, x: Tensor, scales: Any = SCALES) -> Tensor:
     return self.act(self.up(x)) * scales[0]
 
@@ -595,6 +599,7 @@ of_no_module = types.FunctionType(by_a_global.__code__, {"TWICE": 2.0}, "of_no_m
         (by_an_old_text, "its forward makes a text of a tensor"),
         (by_a_table, "its forward looks a tensor up in a table"),
         (by_identity, "its forward asks whether two values are one object"),
+        (of_one_random_number, "its forward computes without its input"),
         (by_a_default_list, "its forward reads a default value, which may change unnoticed"),
         (storing_in_a_default, "its forward reads a default value, which may change unnoticed"),
         (by_a_property, "its forward uses SCALES, which its trace does not show"),

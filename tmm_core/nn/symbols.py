@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import fx, nn
+from torch.overrides import TorchFunctionMode
 
 
 class NotProvenError(Exception):
@@ -61,6 +62,18 @@ class _Attribute(_Symbol, fx.proxy.Attribute):
     """Stands for an attribute or a method of a tensor."""
 
 
+class _OnSymbols(TorchFunctionMode):
+    """Refuses functions of torch that take no symbol: a graph would keep what they returned once,
+    such as a random number."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if not any(issubclass(each, fx.Proxy) for each in types):
+            raise NotProvenError("its forward computes without its input")
+        return function(*args, **(kwargs or {}))
+
+
 class _Tracer(fx.Tracer):
     def proxy(self, node: fx.Node) -> fx.Proxy:
         return _Symbol(node, self)
@@ -109,7 +122,8 @@ def traced(function: Callable[[Any, Any], Any]) -> fx.Graph:
     tracer: Any = _Tracer()
     graph = fx.Graph(tracer_cls=fx.Tracer)
     tracer.root, tracer.tensor_attrs, tracer.graph = nn.Module(), {}, graph
-    result = function(tracer, tracer.create_proxy("placeholder", "input", (), {}))
+    with _OnSymbols():
+        result = function(tracer, tracer.create_proxy("placeholder", "input", (), {}))
     tracer.create_node("output", "output", (tracer.create_arg(result),), {})
     for node in reversed(graph.nodes):
         if node.op == "get_attr" and not node.users:
