@@ -89,6 +89,8 @@ def test_torchs_way_stays_torchs_when_torch_compiles_again(
     pair.tune()
     asked: list[Any] = []
     monkeypatch.setattr(inductor, "pays", lambda *given: asked.append(given))
+    monkeypatch.setattr("torch._inductor.config.fx_graph_cache", False)
+    monkeypatch.setattr("torch._functorch.config.enable_autograd_cache", False)
     for way in (pair.torch, pair.tmm):
         torch._dynamo.reset()
         with way.inside():
