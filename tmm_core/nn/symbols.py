@@ -69,9 +69,10 @@ class _OnSymbols(TorchFunctionMode):
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if not any(issubclass(each, fx.Proxy) for each in types):
+        result = function(*args, **(kwargs or {}))
+        if result is not None and not any(issubclass(each, fx.Proxy) for each in types):
             raise NotProvenError("its forward computes without its input")
-        return function(*args, **(kwargs or {}))
+        return result
 
 
 class _Tracer(fx.Tracer):
