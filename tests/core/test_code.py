@@ -11,6 +11,7 @@ import sys
 import types
 from collections.abc import Iterator
 from dataclasses import replace
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
@@ -289,6 +290,31 @@ def test_a_script_is_not_the_file_of_an_interactive_session(
     assert cell(KERNEL) == cell(KERNEL)
     monkeypatch.setattr(sys, "ps1", "In : ", raising=False)
     assert cell(KERNEL) != cell(KERNEL.replace("GLOBAL = 1", "GLOBAL = 2"))
+
+
+@pytest.mark.parametrize(
+    ("command", "spec", "whole"),
+    [
+        ("python kernel.py", None, False),
+        ("python -m kernel", ModuleSpec("kernel", None), False),
+        ("python -m stranger.kernel", ModuleSpec("stranger.kernel", None), True),
+    ],
+)
+def test_files_of_the_program_that_runs(
+    command: str, spec: Any, whole: bool, site: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of its package count, if it was started as a part of one."""
+    own()  # imports the package
+    program = types.ModuleType("__main__")
+    program.__file__, program.__spec__ = str(site / KERNEL_FILE), spec
+    monkeypatch.setitem(sys.modules, "__main__", program)
+    found = [code.package_digest("__main__")]
+    for file in (KERNEL_FILE, "stranger/helper.py"):
+        (site / file).write_text(f"{FILES[file]}\nMORE = 1\n")
+        found.append(code.package_digest("__main__"))
+    assert found[0] is not None
+    assert found[0] != found[1]
+    assert (found[1] != found[2]) is whole
 
 
 PROGRAM = """

@@ -59,4 +59,8 @@ PICKED = [
            "cuBLASLt multiplies each operand with the other's scales",
            ("tests/core/test_quantize_rows.py::"
             "test_each_operand_has_its_scales_and_terms_are_added",)),
+    Mutant("picked-module-as-a-program", "spec/code.py",
+           "if spec is None or not spec.parent:", "if spec is None:",
+           "records of a kernel in a module that runs with python -m are valid in one process",
+           ("tests/core/test_code.py::test_files_of_the_program_that_runs",)),
 ]  # fmt: skip
