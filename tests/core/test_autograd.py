@@ -1034,6 +1034,25 @@ def test_saved_tensors_may_be_unpacked_as_views_that_negate(epilogue: str) -> No
     torch.testing.assert_close(got, tuple(expected))
 
 
+def unaligned(t: Tensor) -> Tensor:
+    return torch.empty(t.numel() + 1)[1:].view(t.shape).copy_(t)
+
+
+@pytest.mark.parametrize("unpack", [lambda t: t.mT.contiguous().mT, unaligned])
+@pytest.mark.parametrize("epilogue", ["silu", "swiglu"])
+def test_saved_products_may_be_unpacked_in_another_layout(
+    epilogue: str, unpack: Any, passes: list[str]
+) -> None:
+    """Kernels read a product that is row-major and aligned."""
+    inputs = rows(epilogue, torch.float32, 6, n=8)
+    ours, theirs = calls(epilogue)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach(), unpack):
+        y = ours(*inputs)
+    got = torch.autograd.grad(y.square().sum(), inputs)
+    assert passes == ["forward"]
+    alike(got, torch.autograd.grad(theirs(*inputs).square().sum(), inputs))
+
+
 GROUPS = torch.tensor([2, 5], dtype=torch.int32)
 PARAMETER = torch.randn(3, 4, requires_grad=True)
 PRODUCTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {

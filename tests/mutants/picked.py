@@ -63,4 +63,9 @@ PICKED = [
            "if spec is None or not spec.parent:", "if spec is None:",
            "records of a kernel in a module that runs with python -m are valid in one process",
            ("tests/core/test_code.py::test_files_of_the_program_that_runs",)),
+    Mutant("picked-layout-of-a-saved-product", "interop/gradients.py",
+           "if _is_direct(grad, z) and takes(z):", "if _is_direct(grad, z):",
+           "a product that a hook unpacks in another layout is read in its old one",
+           ("tests/core/test_autograd.py::"
+            "test_saved_products_may_be_unpacked_in_another_layout",)),
 ]  # fmt: skip
