@@ -122,6 +122,28 @@ def test_it_compiles_and_is_an_operator(operands: dict[str, Tensor]) -> None:
     assert counter.get_total_flops() == 2 * 15 * 8 * 6
 
 
+@pytest.mark.parametrize("rest", [None, "silu"])
+def test_gradients_where_the_first_stage_has_the_outputs(
+    rest: str | None, operands: dict[str, Tensor]
+) -> None:
+    """The product of a differentiated call computes this stage."""
+    first = replace(parse("relu"), name="noted", outputs=(AMAX,))
+    epilogue: Any = first if rest is None else [first, rest]
+    a, b = (operands[name].clone().requires_grad_() for name in "ab")
+    y = F.relu(a @ b)
+    y = y if rest is None else F.silu(y)
+    for found in (
+        tmm_core.matmul(a, b, epilogue=epilogue),
+        tmm_core.linear(a, b.t(), epilogue=epilogue),
+        tmm_core.matmul(a, b, epilogue=epilogue),
+    ):
+        assert isinstance(found, tuple)
+        torch.testing.assert_close(found[0], y)
+        torch.testing.assert_close(found[1], y.abs().amax(-1))
+        got = torch.autograd.grad(found[0].sum(), (a, b))
+        torch.testing.assert_close(got, torch.autograd.grad(y.sum(), (a, b), retain_graph=True))
+
+
 def test_gradients_are_the_results_alone(operands: dict[str, Tensor]) -> None:
     leaves = {name: t.clone().requires_grad_() for name, t in operands.items()}
     exact = torch.autograd.grad(expression(**leaves).sum(), list(leaves.values()))

@@ -68,4 +68,9 @@ PICKED = [
            "a product that a hook unpacks in another layout is read in its old one",
            ("tests/core/test_autograd.py::"
             "test_saved_products_may_be_unpacked_in_another_layout",)),
+    Mutant("picked-outputs-of-a-part", "launch/warm.py",
+           "epilogue.bare.parts if epilogue.outputs else epilogue.parts", "epilogue.parts",
+           "a differentiated call whose first stage has outputs raises",
+           ("tests/core/test_outputs.py::"
+            "test_gradients_where_the_first_stage_has_the_outputs",)),
 ]  # fmt: skip
