@@ -92,6 +92,36 @@ def test_a_kernel_is_verified_with_the_slack(slack: float, passes: bool) -> None
         checked._check(checked._probe((4, 6, 8), F32))
 
 
+class OfLastBind(FakeKernel):
+    """Serves results of at most 6 columns; its launchers read what the last bind left behind."""
+
+    def __init__(self) -> None:
+        super().__init__("k", against=lambda p: ["too wide"] if p.n > self.most else [])
+        self.most, self.columns = 6, 0
+
+    def bind(self, problem: Problem, config: FakeConfig) -> Launcher:
+        assert problem.n <= self.most
+        self.columns = problem.n
+        right = super().bind(problem, config)
+
+        def launch(a: Any, b: Any, *arguments: Any) -> Any:
+            assert b.shape[1] == self.columns, "of another problem"
+            return right(a, b, *arguments)
+
+        return launch
+
+
+def test_a_launcher_is_verified_after_another_problem_that_is_served_was_bound() -> None:
+    kernel = OfLastBind()
+    checked = suite(kernel)
+    probe = checked._probe((4, 6, 8), F32)
+    checked._check(probe, "whole")  # the other problem is too wide
+    kernel.most = 12
+    with pytest.raises(AssertionError, match="of another problem"):
+        checked._check(probe, "whole")
+    checked._check(probe)
+
+
 def test_elements_that_were_not_written_are_errors() -> None:
     checked = suite(FakeKernel("k"))
     tensors = _Tensors.of(checked._probe((4, 6, 8), F32), CPU)

@@ -73,4 +73,10 @@ PICKED = [
            "a differentiated call whose first stage has outputs raises",
            ("tests/core/test_outputs.py::"
             "test_gradients_where_the_first_stage_has_the_outputs",)),
+    Mutant("picked-bind-of-a-declined-problem", "testing/conformance.py",
+           "            if not self.kernel.reasons_against(other):\n                self._bind(other)",
+           "            self._bind(other)",
+           "the suite fails a right kernel, which is bound to a problem that it declines",
+           ("tests/core/test_boundaries_testing.py::"
+            "test_a_launcher_is_verified_after_another_problem_that_is_served_was_bound",)),
 ]  # fmt: skip
