@@ -12,7 +12,7 @@ import torch
 from torch.nn import functional as F
 
 import tmm_core
-from tmm_core.nn import GatedMLP, Linear
+from tmm_core.nn import GatedMLP, Linear, convert
 
 Tensor = torch.Tensor
 
@@ -319,6 +319,70 @@ def test_so_does_a_residual_of_such_a_type(monkeypatch: pytest.MonkeyPatch) -> N
         )
         with pytest.raises(tmm_core.UnsupportedProblemError, match="a tensor of type Own"):
             function(A, b, residual=Own(residual), kernel="triton.naive")
+
+
+class Few(Tensor):
+    """A tensor of another library that knows the functions of a model's layers, and no others."""
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, given: Any = (), more: Any = None
+    ) -> Any:
+        known = function in (F.linear, F.silu, F.relu, torch.relu, Tensor.mul, Tensor.dim)
+        if not known and getattr(function, "__name__", "") != "__get__":
+            raise TypeError(f"Few has no {function}")
+        return super().__torch_function__(function, types, given, more or {})
+
+
+class Interval:
+    """Bounds of a tensor: no tensor, but torch's functions take it."""
+
+    def __init__(self, low: Tensor, high: Tensor) -> None:
+        self.bounds = low, high
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, given: Any = (), more: Any = None
+    ) -> Any:
+        x, *rest = given
+        low, high = x.bounds
+        if function is not F.linear:
+            return cls(function(low), function(high))
+        weight, bias = rest
+        middle = F.linear((low + high) / 2, weight, bias)
+        wide = F.linear((high - low) / 2, weight.abs())
+        return cls(middle - wide, middle + wide)
+
+
+class Gated(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = (torch.nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("gated", [False, True])
+def test_converted_layers_need_no_more_of_a_type_than_torchs(gated: bool, grad: bool) -> None:
+    layers = torch.nn.Linear(4, 4), torch.nn.ReLU(), torch.nn.Linear(4, 3)
+    model = Gated() if gated else torch.nn.Sequential(*layers)
+    x = torch.randn(2, 4)
+    with torch.set_grad_enabled(grad):
+        expected = model(x)
+        assert convert(model).changes
+        y = model(x.as_subclass(Few))
+        assert type(y) is Few
+        torch.testing.assert_close(y.as_subclass(Tensor), expected)
+
+
+def test_converted_layers_take_objects_that_torchs_functions_take() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU(), torch.nn.Linear(4, 3))
+    x: Any = Interval(torch.zeros(2, 4), torch.ones(2, 4))
+    expected = model(x).bounds
+    convert(model)
+    torch.testing.assert_close(model(x).bounds, expected)
 
 
 @pytest.mark.parametrize("dtype", [None, torch.float32])

@@ -194,7 +194,8 @@ def _finished(
     else:
         z, bias = product(None) * call.alpha, bias if call.bias is None else call.bias
     y = epilogue.expression(z, bias, call.residual)
-    return y.to(call.out_dtype or z.dtype)
+    dtype = call.out_dtype or z.dtype
+    return y if y.dtype is dtype else y.to(dtype)  # a type may lack Tensor.to
 
 
 def copied_to(y: Tensor, out: Tensor | None, *inputs: Tensor | None) -> Tensor:

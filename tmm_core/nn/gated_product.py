@@ -32,7 +32,8 @@ def joint_operands(
 
 
 def gated(gate: Tensor, up: Tensor, text: str) -> Tensor:
-    return warm.epilogue_of(text).applied(gate, up).to(gate.dtype)
+    y = warm.epilogue_of(text).applied(gate, up)
+    return y if y.dtype is gate.dtype else y.to(gate.dtype)  # a type may lack Tensor.to
 
 
 def run(

@@ -93,7 +93,8 @@ class Linear(ProductLayer, nn.Linear):
         joint = self._joint_product
         if joint is not None and (y := joint.of(self, input)) is not None:
             return y  # type: ignore[no-any-return]
-        if self.replaced():
+        of_tensor = isinstance(input, (torch.Tensor, fx.Proxy))
+        if self.replaced() or not of_tensor:  # another type may know torch's function
             return self._by_library(input)  # type: ignore[no-any-return]
         weight = self.weight
         if type(weight) is not nn.Parameter and fallbacks.foreign(weight):

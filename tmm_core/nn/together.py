@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from tmm_core import compat
+from tmm_core.interop.fallbacks import foreign
 from tmm_core.nn.activation import interposed
 from tmm_core.nn.joint_storage import between_processes, in_own_storage, stack, stacked, whole
 from tmm_core.nn.linear import Linear
@@ -152,7 +153,7 @@ _PLAIN = (nn.Parameter, Tensor, compat.fake_tensor(), Quantized)
 
 def only_multiply(layers: Sequence[Any], x: Tensor) -> bool:
     """Whether one product can replace the calls: the layers would do nothing else."""
-    if Linear.replaced():
+    if Linear.replaced() or (type(x) is not Tensor and foreign(x)):
         return False
     for layer in layers:
         if type(layer) is not Linear or layer._text or interposed(layer):
