@@ -220,6 +220,33 @@ def test_products_are_fused_while_nothing_is_replaced(monkeypatch: pytest.Monkey
             assert len(fused) == 1, kind
 
 
+@pytest.mark.parametrize("name", ["__call__", "_call_impl"])
+@pytest.mark.parametrize("owner", [nn.Module, nn.Linear, nn.ReLU])
+def test_what_torch_calls_around_forwards_may_be_replaced(
+    owner: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind = nn.Linear if owner is nn.Module else owner
+    theirs = getattr(owner, name)
+
+    @functools.wraps(theirs)
+    def doubled(self: Any, *given: Any) -> Any:
+        y = theirs(self, *given)
+        return 2 * y if isinstance(self, kind) else y
+
+    original, gated = pair(nn.ReLU), Gated()
+    for model in (original, gated) if kind is nn.Linear else (original,):
+        converted = copy.deepcopy(model)
+        convert(converted)
+        x = randn(3, 8)
+        for grad in (False, True):
+            with torch.set_grad_enabled(grad), monkeypatch.context() as replacing:
+                before = converted(x)
+                replacing.setattr(owner, name, doubled)
+                expected = model(x)
+                assert not torch.allclose(before, expected)
+                torch.testing.assert_close(converted(x), expected)
+
+
 def test_layers_whose_forward_was_replaced_before_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     theirs = nn.Linear.forward
     monkeypatch.setattr(nn.Linear, "forward", lambda self, x: theirs(self, x) + 1)

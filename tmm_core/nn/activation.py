@@ -19,7 +19,7 @@ from torch import fx, nn
 
 from tmm_core import compat
 from tmm_core.epilogues import ACTIVATIONS, EPILOGUES, TOLERANCE, named
-from tmm_core.nn.reached import CALLS, Absent, Reached, body, calls_of
+from tmm_core.nn.reached import Absent, Reached, body, is_called_as_usual
 from tmm_core.nn.symbols import NotProvenError
 from tmm_core.nn.trace import CONSTANTS, nested, trace, trace_method
 
@@ -51,6 +51,7 @@ def interposed(module: nn.Module, equal: Container[Any] = ()) -> bool:
         or module._backward_hooks
         or module._backward_pre_hooks
         or ("forward" in module.__dict__ and not _is_usual(module, equal))
+        or not is_called_as_usual(type(module))
     )
 
 
@@ -67,8 +68,6 @@ def recognise(module: nn.Module) -> Activation | None:
     """Return the epilogue that ``module`` computes; None if none is known, or it is not proven."""
     if [*module.children(), *module.parameters(), *module.buffers()] or interposed(module):
         return None
-    if any(getattr(type(module), name) is not getattr(nn.Module, name) for name in CALLS):
-        return None
     candidates: tuple[str, ...] = ACTIVATIONS
     if isinstance(module, nn.LeakyReLU):
         candidates = (f"leaky_relu({float(module.negative_slope)!r})",)
@@ -80,9 +79,7 @@ def recognise(module: nn.Module) -> Activation | None:
     name = found.pop() if len(found) == 1 else None
     if name is None:
         return None
-    kind = type(module)
-    reached = replace(traced.reached, names=(*traced.reached.names, *calls_of(kind)))
-    return Activation(kind, reached, name)
+    return Activation(type(module), traced.reached, name)
 
 
 def activated_by(module: Any) -> str | None:

@@ -16,8 +16,13 @@ from typing import Any
 import torch
 from torch import nn
 
-#: The functions of a module that torch calls around its forward; a class may have its own.
-CALLS = ("__call__", "_call_impl", "_slow_forward")
+from tmm_core.nn.classes import defined_by
+
+#: The functions that torch calls around a forward. None: other code had replaced it before.
+_TORCHS = tuple(
+    function if defined_by(function, nn.Module) else None
+    for function in (nn.Module.__call__, nn.Module._call_impl, nn.Module._slow_forward)
+)
 
 
 class Absent:
@@ -104,7 +109,13 @@ def is_torchs(thing: Any) -> bool:
     return str(thing.__module__).partition(".")[0] == "torch"
 
 
-def calls_of(kind: type[nn.Module]) -> tuple[tuple[Any, str, Any], ...]:
-    """Return the methods of a class that torch calls around its forward, for :attr:`Reached.names`;
-    none if the class is torch's own."""
-    return () if is_torchs(kind) else tuple((kind, name, getattr(kind, name)) for name in CALLS)
+def is_called_as_usual(kind: Any) -> bool:
+    """Whether torch calls the forward of a class, and no other code around it. False also if other
+    code has replaced what torch calls around all forwards."""
+    calls, inside, traced = _TORCHS
+    if kind.__call__ is calls and kind._call_impl is inside and kind._slow_forward is traced:
+        return True
+    # Torch's tracers replace them. A wrapper may have the name of torch's module, but not its code.
+    given = kind.__call__, kind._call_impl, kind._slow_forward
+    packages = {getattr(each, "__globals__", {}).get("__name__", "") for each in given}
+    return all(name.partition(".")[0] == "torch" for name in packages)
