@@ -79,4 +79,10 @@ PICKED = [
            "the suite fails a right kernel, which is bound to a problem that it declines",
            ("tests/core/test_boundaries_testing.py::"
             "test_a_launcher_is_verified_after_another_problem_that_is_served_was_bound",)),
+    Mutant("picked-wide-scales-of-groups", "tmm_blas/blas.py",
+           "    if any(wide_range(problem, grid.dtype) for grid in grids if grid is not None):\n"
+           "        return None\n", "",
+           "values times scales of groups beyond fp16 are infinite",
+           ("tests/plugins/test_dequantize.py::"
+            "test_scales_beyond_fp16_multiply_the_product",)),
 ]  # fmt: skip

@@ -353,6 +353,10 @@ def test_scales_beyond_fp16_multiply_the_product(monkeypatch: pytest.MonkeyPatch
     assert problem.value is torch.float16
     assert blas._bind_values(problem) is None
     assert blas._bind_values(problem_of(b)) is not None
+    for dtype, fits in ((torch.float32, False), (BF16, False), (torch.float16, True)):
+        of_groups = replace(b, scale=Scale((1, 32), dtype))
+        assert (blas._bind_values(replace(problem, b=of_groups)) is not None) is fits
+        assert blas._bind_values(problem_of(of_groups)) is not None
 
 
 @pytest.mark.gpu
