@@ -751,6 +751,9 @@ def test_two_layers_are_placed_alike_by_equal_hooks(
         assert sharded._placed_alike(gate, up) is alike
     getattr(up, register)(print)
     assert not sharded._placed_alike(gate, up)
+    # Another library's hook may compute anything, and the gate's alone would be called.
+    getattr(gate, register)(print)
+    assert not sharded._placed_alike(gate, up)
 
 
 @pytest.fixture
