@@ -843,7 +843,7 @@ def test_a_kernel_that_would_end_the_process_raises_an_error_instead() -> None:
         (ValueError(), "k", "heuristic", "k", True, False, "quarantined"),
         (SystemExit(1), "k", "tuned", None, False, True, "quarantined"),
         # No other kernel could answer, or it would lack memory, too.
-        (RecursionError(), "blas", "fallback", "blas", True, False, "raised"),
+        (RecursionError(), "blas", "fallback", None, True, False, "raised"),
         (ValueError(), "blas", "cache", None, False, True, "raised"),
         (ValueError(), "k", "forced", None, False, True, "raised"),
         (torch.OutOfMemoryError(), "k", "cache", None, False, True, "raised"),

@@ -90,4 +90,10 @@ PICKED = [
            "if (before, after) != (before_up, after_up):",
            "hooks that another library registered on the up projection are not called",
            ("tests/core/test_boundaries_nn.py::test_two_layers_are_placed_alike_by_equal_hooks",)),
+    Mutant("picked-recursion-of-blas", "launch/warm.py",
+           "if issubclass(type(error), RecursionError) and plan.kernel != BASELINE:",
+           "if issubclass(type(error), RecursionError):",
+           "an epilogue that calls itself without end is started again",
+           ("tests/core/test_boundaries_launch.py::"
+            "test_the_consequences_of_a_launch_that_raises",)),
 ]  # fmt: skip
