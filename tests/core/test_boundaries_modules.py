@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import abc
 import copy
 import io
 import pickle
 import re
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -433,3 +434,83 @@ def test_a_subclass_of_a_quantised_tensor_is_not_read() -> None:
     layer = torch.nn.Linear(16, 8)
     assert _unfit(layer, weight, None) is None
     assert _unfit(layer, own) == "its parameters are not plain ones (Own)"
+
+
+class Registered(nn.Module):
+    """Keeps each subclass under its name."""
+
+    known: ClassVar[dict[str, Any]] = {}
+
+    def __init_subclass__(cls, *, tag: str, **more: Any) -> None:
+        super().__init_subclass__(**more)
+        cls.known[cls.__name__] = cls
+        cls.tag = tag
+
+    tag = ""
+
+
+class Registers(type):
+    """Keeps each class under its name."""
+
+    known: ClassVar[dict[str, Any]] = {}
+
+    def __new__(cls, name: str, bases: Any, names: Any, *, tag: str) -> Any:
+        made = super().__new__(cls, name, bases, names)
+        cls.known[name] = made
+        return made
+
+    def __init__(cls, name: str, bases: Any, names: Any, *, tag: str) -> None:
+        super().__init__(name, bases, names)
+        cls.tag = tag
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.act = nn.Linear(8, 8), nn.ReLU()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.act(self.fc(x))  # type: ignore[no-any-return]
+
+
+class Pair(Layers, Registered, tag="pair"):
+    pass
+
+
+class Gate(Registered, tag="gate"):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))  # type: ignore[no-any-return]
+
+
+class MadeByMeta(Layers, metaclass=Registers, tag="meta"):
+    pass
+
+
+class Abstract(Layers, abc.ABC):
+    pass
+
+
+class Slotted(nn.Sequential, Registered, tag="slots"):
+    __slots__ = ("more",)
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(8, 8), nn.ReLU())
+
+
+@pytest.mark.parametrize("kind", [Pair, Gate, MadeByMeta, Abstract, Slotted])
+def test_a_models_classes_do_not_hear_of_those_that_convert_makes(kind: Any) -> None:
+    known = {**Registered.known, **Registers.known}
+    model, x = kind(), torch.randn(3, 8)
+    expected = model(x)
+    changes = convert(model).changes
+    assert {change.kind for change in changes} & {"epilogue", "gated"}
+    torch.testing.assert_close(model(x), expected)
+    torch.testing.assert_close(pickle.loads(pickle.dumps(model))(x), expected)
+    assert {**Registered.known, **Registers.known} == known
+    assert isinstance(model, kind)
+    assert issubclass(kind, kind)  # an abstract class notes that it is
+    assert not isinstance(kind(), type(model))

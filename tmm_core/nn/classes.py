@@ -6,6 +6,7 @@ The new class cannot be imported, so copies and pickles of the module refer to i
 
 from __future__ import annotations
 
+import abc
 import copyreg
 import sys
 from collections.abc import Callable
@@ -17,6 +18,14 @@ from tmm_core.launch import warm
 from tmm_core.settings import with_static_weights
 
 _made: dict[Any, type[nn.Module]] = {}
+
+
+class _Unannounced(nn.Module):
+    """The first base of the classes made here. A model's classes do not hear of them: these may
+    keep each subclass under its name, require arguments or refuse subclasses."""
+
+    def __init_subclass__(cls, **_: Any) -> None:
+        pass
 
 
 def subclass(
@@ -41,10 +50,12 @@ def subclass(
             return reduced
         return (_new, (recipe,), *rest)
 
-    bases = (kind,) if base is None else (base, kind)
+    bases = (_Unannounced, kind) if base is None else (_Unannounced, base, kind)
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
     names |= {"__doc__": kind.__doc__, "__reduce_ex__": reduce, "_tmm_kind": kind}
-    made: Any = type(kind)(kind.__name__, bases, names | attributes)
+    # Neither does a metaclass hear of it, which may register each class under its name.
+    maker = next(each for each in type(kind).__mro__ if each in (type, abc.ABCMeta))
+    made: Any = maker.__new__(type(kind), kind.__name__, bases, names | attributes)
     made._tmm_recipe = recipe = _Recipe(made, *origin)
     _made[kind, base, key] = made
     return made
