@@ -529,6 +529,24 @@ def test_weights_that_do_not_change_are_matrices(a: Any, b: Any, static: bool) -
         assert warm.describe(call, IDENTITY, current)[0].static_weights is found
 
 
+@pytest.mark.parametrize("answer", [True, False, 1, TypeError("another signature")])
+def test_guards_that_do_not_accept_their_own_tensors_are_not_used(
+    answer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The guards of another torch may raise in each call of a plan, or refuse its own tensors."""
+
+    def check(*tensors: Any) -> Any:
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    made = SimpleNamespace(check=check)
+    monkeypatch.setattr(plan_module, "tensor_guards", lambda: lambda *given, **sizes: made)
+    assert plan_module._guards([A, None, B]) is (check if answer is True else None)
+    monkeypatch.setattr(plan_module, "tensor_guards", lambda: None)
+    assert plan_module._guards([A, None, B]) is None
+
+
 def test_guards_distinguish_tensors_that_a_plan_distinguishes() -> None:
     """Torch's guards check all tensors in one call."""
     if compat.tensor_guards() is None:

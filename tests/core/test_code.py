@@ -303,7 +303,7 @@ def test_a_script_is_not_the_file_of_an_interactive_session(
 def test_files_of_the_program_that_runs(
     command: str, spec: Any, whole: bool, site: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those of its package count, if it was started as a part of one."""
+    """All files of its package count if it was started as a part of one."""
     own()  # imports the package
     program = types.ModuleType("__main__")
     program.__file__, program.__spec__ = str(site / KERNEL_FILE), spec

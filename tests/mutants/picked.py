@@ -96,4 +96,10 @@ PICKED = [
            "an epilogue that calls itself without end is started again",
            ("tests/core/test_boundaries_launch.py::"
             "test_the_consequences_of_a_launch_that_raises",)),
+    Mutant("picked-guards-of-another-torch", "launch/plan.py",
+           "return guards.check if guards.check(*given) is True else None",
+           "return guards.check",
+           "each call of a plan raises where torch's guards changed",
+           ("tests/core/test_boundaries_launch.py::"
+            "test_guards_that_do_not_accept_their_own_tensors_are_not_used",)),
 ]  # fmt: skip
