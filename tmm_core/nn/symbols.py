@@ -47,7 +47,7 @@ class _Symbol(fx.Proxy):
         step = next(each for each in steps if each.offset >= frame.f_lasti)
         if step.opname != "UNPACK_SEQUENCE":
             return super().__iter__()  # refused
-        values = self.tracer.create_proxy("call_function", unpacked, (self, step.arg), {})
+        values: Any = self.tracer.create_proxy("call_function", unpacked, (self, step.arg), {})
         return iter([values[i] for i in range(step.arg or 0)])
 
     def _refuse(self, other: Any) -> Any:
