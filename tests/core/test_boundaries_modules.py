@@ -514,3 +514,83 @@ def test_a_models_classes_do_not_hear_of_those_that_convert_makes(kind: Any) -> 
     assert isinstance(model, kind)
     assert issubclass(kind, kind)  # an abstract class notes that it is
     assert not isinstance(kind(), type(model))
+
+
+class Sized(nn.Module):
+    """A gated MLP whose constructor, text and attributes are its own."""
+
+    def __init__(self, width: int = 8, wide: int = 16) -> None:
+        super().__init__()
+        self.gate, self.up = nn.Linear(width, wide), nn.Linear(width, wide)
+        self.down = nn.Linear(wide, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))  # type: ignore[no-any-return]
+
+    def extra_repr(self) -> str:
+        return "of two sizes"
+
+
+class Merges(Sized):
+    def merge(self) -> str:
+        return "its own"
+
+
+def test_a_converted_modules_class_is_constructed_and_printed_as_its_own() -> None:
+    model = Sized()
+    assert [change.kind for change in convert(model).changes].count("gated") == 1
+    assert model.extra_repr() == "of two sizes, epilogue='swiglu', merged=True"
+    torch.manual_seed(0)
+    again = type(model)(4, 6)
+    torch.manual_seed(0)
+    own = Sized(4, 6)
+    assert again.state_dict().keys() == own.state_dict().keys()
+    x = torch.randn(3, 4)
+    torch.testing.assert_close(again(x), own(x))
+
+
+def test_no_name_of_a_model_is_hidden() -> None:
+    model = Merges()
+    kept = Sized()
+    kept.epilogue = "its own"  # type: ignore[assignment]
+    for each, name in ((model, "merge"), (kept, "epilogue")):
+        report = convert(each)
+        assert {item.reason for item in report.not_fused} == {f"it has a {name} of its own"}
+        assert [change.kind for change in report.changes].count("gated") == 0
+    assert model.merge() == "its own"
+    assert kept.epilogue == "its own"
+    layer: Any = nn.Linear(8, 8)
+    layer.product = "its own"
+    report = convert(nn.Sequential(layer, nn.ReLU()))
+    assert [item.reason for item in report.left] == ["it has a product of its own"]
+    assert type(layer) is nn.Linear
+    convert(attention := Attends())
+    assert attention.merge() == "its own"
+    assert type(attention) is Attends
+
+
+def test_a_model_can_be_converted_again_whatever_it_got_meanwhile() -> None:
+    model: Any = Sized()
+    before = {each: {*vars(each)} for each in model.modules()}
+    report = convert(model)
+    changes = [str(change) for change in report.changes]
+    model.static_weights = model.down.static_weights = True
+    model.down.epilogue = "relu"
+    report.undo()
+    assert {each: {*vars(each)} for each in model.modules()} == before
+    assert [str(change) for change in convert(model).changes] == changes
+
+
+class Attends(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.head_dim = nn.Linear(8, 8), nn.Linear(8, 4), 4
+
+    merge = Merges.merge
+
+    def forward(self, x: torch.Tensor) -> Any:
+        shape = x.shape[:-1]
+        heads = (*shape, -1, self.head_dim)
+        q = self.q(x).view(heads)
+        k = self.k(x).view(heads)
+        return q, k

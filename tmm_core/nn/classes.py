@@ -16,6 +16,7 @@ from torch import nn
 
 from tmm_core.launch import warm
 from tmm_core.settings import with_static_weights
+from tmm_core.spec.code import is_own
 
 _made: dict[Any, type[nn.Module]] = {}
 
@@ -59,6 +60,26 @@ def subclass(
     made._tmm_recipe = recipe = _Recipe(made, *origin)
     _made[kind, base, key] = made
     return made
+
+
+def against_base(module: nn.Module, base: type[nn.Module]) -> str | None:
+    """Why a class of ``base`` cannot replace the class of ``module``; None if it can. What ``base``
+    defines comes first, and may not hide what the module has under the same name."""
+    theirs = {name for kind in type(module).__mro__ for name in vars(kind)} | vars(module).keys()
+    hidden = sorted(theirs & _names_of(base))
+    return f"it has a {hidden[0]} of its own" if hidden else None
+
+
+def forget(module: nn.Module) -> None:
+    """Remove the attributes that a module got while it was of a class of tmm's."""
+    for name in vars(module).keys() & _names_of(type(module)):
+        del vars(module)[name]
+
+
+def _names_of(base: type[nn.Module]) -> set[str]:
+    """Return the names that tmm's own classes among the bases of ``base`` define."""
+    names = {name for kind in base.__mro__ if is_own(kind) for name in vars(kind)}
+    return {name for name in names - {*dir(nn.Module)} if not name.startswith("__")}
 
 
 class _Recipe:

@@ -29,7 +29,7 @@ from tmm_core.nn import (
     stored_weights,
     unreached,
 )
-from tmm_core.nn.classes import own, reference, referred, replaced, subclass
+from tmm_core.nn.classes import against_base, own, reference, referred, replaced, subclass
 from tmm_core.nn.conversion_report import Change, LeftAlone, NotFused, Report
 from tmm_core.nn.joint_storage import against_one_product
 from tmm_core.nn.linear import Linear
@@ -199,6 +199,7 @@ class _Conversion:
             reason += "may do more than its base does"
         elif reason is None and replaced(kind):
             reason = f"other code replaced the forward of {kind.__name__}"
+        reason = reason or against_base(layer, Linear)
         if self._leave(layer, reason):
             return None
         return Linear if kind is nn.Linear else conv1d.Conv1DProduct.swapped(kind)
@@ -242,7 +243,8 @@ class _Conversion:
         if not names or any(self._layers.get(layer) is not Linear for layer in layers):
             return
         text = ", ".join(names)
-        if reason := against_one_product(layers, lambda: self._storages):
+        reason = against_base(module, projections.JointProjections)
+        if reason := reason or against_one_product(layers, lambda: self._storages):
             self._report.not_fused.append(
                 NotFused(self._path(module), f"one product of {text}", reason)
             )

@@ -114,6 +114,7 @@ def gated(assumed: Assumed, names: tuple[str, str, str], epilogue: str) -> Any:
     origin = gated, assumed, names, epilogue
     forward = _forward(assumed, GatedMLP.forward, symbols=True)
     facts = {"_names": names, "_epilogue": epilogue, "_text": epilogue}
+    facts["__init__"] = assumed.kind.__init__  # type(module)(...) makes another one
     return subclass(assumed.kind, GatedMLP, origin, origin, forward=forward, **facts)
 
 

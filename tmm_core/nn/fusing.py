@@ -11,7 +11,7 @@ from torch import nn
 
 from tmm_core.nn import activation, fused, fusion_match, unreached
 from tmm_core.nn.activation import Activation
-from tmm_core.nn.classes import own
+from tmm_core.nn.classes import against_base, own
 from tmm_core.nn.gated_layers import GatedMLP
 from tmm_core.nn.joint_storage import Counts, against_one_product
 from tmm_core.nn.linear import Linear
@@ -121,7 +121,7 @@ def _gate(
     elif gate.weight.shape != up.weight.shape:
         reason = "they differ in shape"
     else:
-        reason = against_one_product((gate, up), storages)
+        reason = against_base(module, GatedMLP) or against_one_product((gate, up), storages)
     if reason is not None:
         decision.apart.append((f"{gating.epilogue} of gate and up projection", reason))
         return False

@@ -168,7 +168,8 @@ class GatedMLP(Together):
     def extra_repr(self) -> str:
         # Torch's vmap prints its function, also in a graph, which knows no addresses.
         merged = "" if torch.compiler.is_compiling() else f", merged={self.merged}"
-        return f"epilogue={self._text!r}{merged}"
+        own = super().extra_repr()
+        return f"{own}{', ' if own else ''}epilogue={self._text!r}{merged}"
 
 
 SwiGLU = GatedMLP

@@ -9,7 +9,7 @@ from torch import fx, nn
 
 from tmm_core import api, compat, dispatch
 from tmm_core.interop import fallbacks
-from tmm_core.nn.classes import ProductLayer, replaced
+from tmm_core.nn.classes import ProductLayer, forget, replaced
 from tmm_core.settings import with_static_weights
 from tmm_core.spec.epilogue import EpilogueLike
 
@@ -86,6 +86,9 @@ class Linear(ProductLayer, nn.Linear):
         super().__setstate__(state)  # type: ignore[no-untyped-call]  # torch's
         # The operator refers to an epilogue object by its text, which is valid in one process only.
         self.epilogue = self._epilogue
+
+    def _swapped_out(self) -> None:
+        forget(self)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if type(input) is not torch.Tensor and (node := leaf(self, input)) is not None:

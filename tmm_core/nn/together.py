@@ -11,6 +11,7 @@ from torch import nn
 from tmm_core import compat
 from tmm_core.interop.fallbacks import foreign
 from tmm_core.nn.activation import interposed
+from tmm_core.nn.classes import forget
 from tmm_core.nn.joint_storage import between_processes, in_own_storage, stack, stacked, whole
 from tmm_core.nn.linear import Linear
 from tmm_core.quantized import Quantized
@@ -83,6 +84,7 @@ class Together(nn.Module):
     def _swapped_out(self) -> None:
         """Called before the module's class is changed back."""
         self.separate()
+        forget(self)
         for hooks in (self._load_state_dict_post_hooks, self._state_dict_hooks):
             for key in [key for key, hook in hooks.items() if hook in (_merge_hook, _apart_hook)]:
                 del hooks[key]
