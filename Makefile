@@ -41,7 +41,8 @@ TESTS = tests/core/test_compat.py tests/core/test_api.py tests/core/test_launch.
 	tests/plugins/test_ragged_hopper.py::test_groups_compile_for_hopper
 TESTS_newest = tests/plugins/test_mixed_input.py::test_weights_go_through_registers_without_waits_or_spills \
 	tests/plugins/test_arithmetic.py tests/core/test_experts.py tests/core/test_stored_experts.py
-TESTS_oldest = tests/core/test_plan.py tests/core/test_unusual.py tests/plugins/test_ports.py
+TESTS_oldest = tests/core/test_plan.py tests/core/test_unusual.py tests/core/test_autograd.py \
+	tests/plugins/test_ports.py
 
 # The newest Transformers, too.
 MORE_newest = transformers accelerate

@@ -38,7 +38,9 @@ def transformed(*tensors: Tensor | None) -> bool:
     """
     global _levels_were_traced
     if compat.forward_ad._current_level >= 0:
-        _levels_were_traced = _levels_were_traced or torch.compiler.is_compiling()
+        # Torch 2.10 does not say that it compiles while it calls operators with fake tensors.
+        traced = torch.compiler.is_compiling() or compat.dispatch_modes()
+        _levels_were_traced = _levels_were_traced or bool(traced)
         return True
     return transforms_active() or (_levels_were_traced and any(map(has_tangent, tensors)))
 
