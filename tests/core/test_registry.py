@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import pickle
 import sys
+import threading
 import types
 import warnings
 from collections.abc import Callable, Iterable
@@ -62,6 +63,10 @@ def test_nothing_is_loaded_before_it_is_needed(forked: bool) -> None:
     if forked:
         r.after_fork()
     assert loads == []
+    thread = threading.Thread(target=r.kernels, daemon=True)  # the test fails rather than hangs
+    thread.start()
+    thread.join(10.0)
+    assert not thread.is_alive()
     assert names(r) == names(r) == ["k"]
     assert loads == [1]
 
