@@ -1062,7 +1062,33 @@ PRODUCTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "groups": lambda a, b: tmm_core.grouped_matmul(a, b.t().expand(2, -1, -1), offs=GROUPS),
     "recorded": lambda a, _: tmm_core.linear(a, PARAMETER),
     "gate and up": lambda a, b: torch.ops.tmm.gated_linear(a, b, b, None, None, "swiglu"),
+    "recorded gate and up": lambda a, _: torch.ops.tmm.gated_linear(
+        a, PARAMETER, PARAMETER, None, None, "swiglu"
+    ),
 }
+
+
+@pytest.mark.parametrize("learns", [False, True])
+@pytest.mark.parametrize("operator", ["gate and up", "joint"])
+def test_tangents_of_several_weights_by_a_kernel(operator: str, learns: bool) -> None:
+    """Torch's own products keep tangents, kernels only where autograd calls them."""
+    a, t = torch.randn(5, 4), torch.randn(5, 4)
+    one, other = (torch.randn(3, 4, requires_grad=learns) for _ in range(2))
+
+    def in_a_level(a: Tensor, t: Tensor) -> Any:
+        with torch.set_grad_enabled(learns), forward_ad.dual_level():
+            x = forward_ad.make_dual(a, t)
+            if operator == "joint":
+                y = torch.ops.tmm.joint_linear(x, [one, other], [])
+            else:
+                y = torch.ops.tmm.gated_linear(x, one, other, None, None, "swiglu")
+            return tuple(forward_ad.unpack_dual(y))
+
+    wanted = in_a_level(a, t)
+    torch._dynamo.reset()
+    with tmm_core.override(kernel="triton.naive"):
+        compiled = torch.compile(in_a_level, backend="eager", fullgraph=True)
+        torch.testing.assert_close(compiled(a, t), wanted)
 
 
 @pytest.mark.parametrize("name", PRODUCTS)
@@ -1073,7 +1099,7 @@ def test_tangents_inside_a_graph(name: str) -> None:
     a, b, t = torch.randn(5, 4), torch.randn(3, 4), torch.randn(5, 4)
 
     def in_a_level(a: Tensor, t: Tensor) -> Any:
-        with torch.set_grad_enabled(name == "recorded"), forward_ad.dual_level():
+        with torch.set_grad_enabled("recorded" in name), forward_ad.dual_level():
             return tuple(forward_ad.unpack_dual(product(forward_ad.make_dual(a, t), b)))
 
     def transformed(a: Tensor, t: Tensor) -> Any:

@@ -27,7 +27,7 @@ def recorded(*tensors: Tensor | None) -> bool:
 
 def differentiated(*tensors: Tensor | None) -> bool:
     """Whether derivatives of a function of these tensors may be needed."""
-    return transformed(*tensors) or recorded(*tensors)  # first, since it notes traced levels
+    return transformed(*tensors) or recorded(*tensors)
 
 
 def transformed(*tensors: Tensor | None) -> bool:

@@ -15,7 +15,7 @@ from tmm_core.interop.libraries import define
 from tmm_core.launch import warm
 from tmm_core.launch.check import check
 from tmm_core.nn.joint_storage import stacked
-from tmm_core.nn.together import joint_of
+from tmm_core.nn.together import joint_of, product
 from tmm_core.spec.arguments import Arguments
 from tmm_core.spec.epilogue import IDENTITY
 
@@ -50,7 +50,7 @@ def two_products(
     x: Tensor, gate: Tensor, up: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None,
     epilogue: str,
 ) -> Tensor:  # fmt: skip
-    return gated(api.linear(x, gate, gate_bias), api.linear(x, up, up_bias), epilogue)
+    return gated(product(x, gate, gate_bias), product(x, up, up_bias), epilogue)
 
 
 def recorded_product(

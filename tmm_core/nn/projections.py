@@ -27,7 +27,7 @@ from tmm_core.interop.libraries import define
 from tmm_core.nn.classes import own, subclass
 from tmm_core.nn.linear import Linear
 from tmm_core.nn.reached import Reached, body
-from tmm_core.nn.together import Together, joint_of, only_multiply
+from tmm_core.nn.together import Together, joint_of, only_multiply, product
 from tmm_core.quantized import Quantized
 from tmm_core.settings import with_static_weights
 
@@ -254,7 +254,7 @@ def _run(x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> Tensor:
 def _apart(x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> Tensor:
     given: Sequence[Tensor | None] = biases or [None] * len(weights)
     each = zip(weights, given, strict=True)
-    return torch.cat([api.linear(x, weight, bias) for weight, bias in each], -1)
+    return torch.cat([product(x, weight, bias) for weight, bias in each], -1)
 
 
 def _fake(x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> Tensor:

@@ -8,7 +8,8 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from tmm_core import compat
+from tmm_core import api, compat
+from tmm_core.interop import autograd_state
 from tmm_core.interop.fallbacks import foreign
 from tmm_core.nn.activation import interposed
 from tmm_core.nn.classes import forget
@@ -131,6 +132,13 @@ def joint_of(
         return None if weight is None else (weight, None)
     bias = stacked(given) if len(given) == len(weights) else None
     return None if bias is None else (weight, bias)
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """One layer's product. Only the operator sees tangents of a level that a graph has entered."""
+    if not compat.transforms_active() and autograd_state.transformed(x, weight, bias):
+        return autograd_state.by_operator(x, weight.t(), bias)
+    return api.linear(x, weight, bias)
 
 
 def _merge_hook(module: Together, _: Any) -> None:
