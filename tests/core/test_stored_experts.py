@@ -213,7 +213,7 @@ def test_models_in_8_bit_floats(
     assert kinds.count("linear") >= 8
     assert [epilogue for _, epilogue in products] == ["swiglu", None] * layers
     layer = model.model.layers[-1].mlp.experts
-    assert type(layer).__mro__[1].__name__ == "TransformersExperts"
+    assert "TransformersExperts" in {base.__name__ for base in type(layer).__mro__}
     report.undo()
     assert type(layer).__mro__[1] is nn.Module
 
