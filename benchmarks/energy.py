@@ -29,21 +29,22 @@ ROUNDS = 2
 
 def measured(run: Callable[[], object], handle: object, seconds: float) -> tuple[float, float]:
     """µs and mJ of one call in steady state."""
-    end = time.perf_counter() + 0.4 * seconds  # until the clock has settled
-    while time.perf_counter() < end:
-        for _ in range(50):
-            run()
-        torch.cuda.synchronize()
-    calls, begun = 0, time.perf_counter()
+    repeated(run, 0.4 * seconds)  # until the clock has settled
     before = pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)
+    calls, taken = repeated(run, seconds)
+    used = pynvml.nvmlDeviceGetTotalEnergyConsumption(handle) - before
+    return taken / calls * 1e6, used / calls
+
+
+def repeated(run: Callable[[], object], seconds: float) -> tuple[int, float]:
+    """Call ``run`` for some seconds; returns the number of calls and the seconds that they took."""
+    calls, begun = 0, time.perf_counter()
     while time.perf_counter() < begun + seconds:
         for _ in range(50):
             run()
         torch.cuda.synchronize()
         calls += 50
-    taken = time.perf_counter() - begun
-    used = pynvml.nvmlDeviceGetTotalEnergyConsumption(handle) - before
-    return taken / calls * 1e6, used / calls
+    return calls, time.perf_counter() - begun
 
 
 @torch.no_grad()

@@ -107,7 +107,7 @@ VALID_CALLS = [
            "what is added to a product of another library is not checked",
            (f"{UNUSUAL}::test_a_weight_of_another_type_may_have_another_dtype",)),
     Mutant("sparse-result", "interop/fallbacks.py",
-           "dtype = call.out_dtype or z.dtype", "dtype = call.out_dtype or y.dtype",
+           "in_dtype(y, call.out_dtype or z.dtype)", "in_dtype(y, call.out_dtype or y.dtype)",
            "a residual decides the dtype of a sparse product",
            (f"{UNUSUAL}::test_the_result_of_a_sparse_operand_has_the_dtype_of_a_dense_ones",)),
     Mutant("gated-fake-unchecked", "gated_product.py",

@@ -52,6 +52,7 @@ EPILOGUE_FILES = [
            "BLAS returns what an epilogue returned", (f"{RESULTS}::test_a_result_of_another_shape_is_refused",)),
     Mutant("recorded-dtype", "interop/gradients.py", "return y.to(z.dtype)  # a", "return y  # a",
            "the result has another dtype while training", (f"{RESULTS}::test_a_reference_may_compute_in_another_dtype",)),
-    Mutant("gated-by-torch-dtype", "nn/gated_product.py", "return y if y.dtype is gate.dtype else y.to(gate.dtype)", "return y",
+    Mutant("gated-by-torch-dtype", "nn/gated_product.py",
+           "return in_dtype(warm.epilogue_of(text).applied(gate, up), gate.dtype)", "return warm.epilogue_of(text).applied(gate, up)",
            "down_proj gets another dtype", (f"{RESULTS}::test_a_layer_has_the_dtype_of_its_parameters",)),
 ]  # fmt: skip

@@ -194,8 +194,12 @@ def _finished(
     else:
         z, bias = product(None) * call.alpha, bias if call.bias is None else call.bias
     y = epilogue.expression(z, bias, call.residual)
-    dtype = call.out_dtype or z.dtype
-    return y if y.dtype is dtype else y.to(dtype)  # a type may lack Tensor.to
+    return in_dtype(y, call.out_dtype or z.dtype)
+
+
+def in_dtype(y: Tensor, dtype: torch.dtype) -> Tensor:
+    """Convert ``y``, whose type may lack ``Tensor.to``, unless it has the dtype."""
+    return y if y.dtype is dtype else y.to(dtype)
 
 
 def copied_to(y: Tensor, out: Tensor | None, *inputs: Tensor | None) -> Tensor:

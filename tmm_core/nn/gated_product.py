@@ -10,6 +10,7 @@ import torch
 from tmm_core import api
 from tmm_core.interop import autograd_state, flops
 from tmm_core.interop.epilogue_kernels import kernels
+from tmm_core.interop.fallbacks import in_dtype
 from tmm_core.interop.gradients import Call, follow, gradients
 from tmm_core.interop.libraries import define
 from tmm_core.launch import warm
@@ -32,8 +33,7 @@ def joint_operands(
 
 
 def gated(gate: Tensor, up: Tensor, text: str) -> Tensor:
-    y = warm.epilogue_of(text).applied(gate, up)
-    return y if y.dtype is gate.dtype else y.to(gate.dtype)  # a type may lack Tensor.to
+    return in_dtype(warm.epilogue_of(text).applied(gate, up), gate.dtype)
 
 
 def run(

@@ -168,9 +168,8 @@ def _projected(forward: Any) -> tuple[str, ...]:
         names = [name for _, name in calls]
         between = function.body[calls[0][0] : calls[-1][0] + 1]
         results = {n.id for number, _ in calls for n in _stored(function.body[number])}
-        if len(names) == len(set(names)) > 1 and _only_projected(x, between, len(names)):
-            if _is_viewed(results, function):
-                continue
+        alone = len(names) == len(set(names)) > 1 and _only_projected(x, between, len(names))
+        if alone and not _is_viewed(results, function):
             return tuple(names)
     return ()
 
