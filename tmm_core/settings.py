@@ -104,6 +104,8 @@ class Settings:
     progress: bool | None = None
     #: The call is made inside a kernel's or plugin's code (:func:`nested`).
     nested: bool = False
+    #: Other products run on the GPU at the same time (:func:`sharing_gpu`).
+    shares_gpu: bool = False
 
     def __post_init__(self) -> None:
         for name, (takes, wanted) in _TAKES.items():
@@ -204,6 +206,12 @@ def with_static_weights(function: Callable[..., T], *arguments: Any) -> T:
     if torch.compiler.is_dynamo_compiling():
         return function(*arguments)
     return _under(changed(current(), static_weights=True), function, *arguments)
+
+
+def sharing_gpu(function: Callable[..., T], *arguments: Any) -> T:
+    """Call ``function(*arguments)`` under settings by which its product leaves room for others that
+    run at the same time (:meth:`Kernel.beside`)."""
+    return _under(changed(current(), shares_gpu=True), function, *arguments)
 
 
 def _under(settings: Settings | None, function: Callable[..., T], *arguments: Any) -> T:
@@ -363,7 +371,7 @@ def override(
         disable = names(disable)
     disabled = frozenset(disable) if isinstance(disable, Iterable) else {disable}
     changes["disable"] = base.disable | disabled
-    known = Settings.__dataclass_fields__.keys() - {"nested"}
+    known = Settings.__dataclass_fields__.keys() - {"nested", "shares_gpu"}
     if unknown := sorted(changes.keys() - known):
         raise SettingsError(
             f"unknown setting {', '.join(unknown)}; known: {', '.join(sorted(known))}"

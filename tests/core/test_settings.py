@@ -60,8 +60,11 @@ TEXTS = {
 
 
 def test_all_fields_and_variables_have_values() -> None:
-    # Callers do not set `nested`: tests/core/test_nested.py.
-    assert {f.name for f in dataclasses.fields(Settings)} == VALUES.keys() | {"nested"}
+    # Callers do not set these two: test_nested.py, test_beside.py.
+    assert {f.name for f in dataclasses.fields(Settings)} == VALUES.keys() | {
+        "nested",
+        "shares_gpu",
+    }
     assert VARIABLES.keys() == TEXTS.keys()
 
 

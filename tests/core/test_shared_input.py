@@ -15,6 +15,7 @@ from test_inductor import Seen, passed, recorded
 from torch import nn
 
 import tmm_core
+from tmm_core import settings
 from tmm_core.dispatch import default_dispatcher
 from tmm_core.epilogues import BUILTIN
 from tmm_core.interop import shared_input
@@ -287,7 +288,7 @@ def test_each_further_stream_waits_and_is_waited_for(
         yield
         fake.current = before
 
-    def run(number: int, *_: Any) -> str:
+    def run(number: int) -> str:
         fake.log.append(f"{fake.current} computes {number}")
         if number == fails:
             raise RuntimeError("out of memory")
@@ -296,8 +297,7 @@ def test_each_further_stream_waits_and_is_waited_for(
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: fake.stream("main"))
     monkeypatch.setattr(torch.cuda, "stream", inside)
     monkeypatch.setattr(shared_input, "_streams", lambda device, thread: further)
-    monkeypatch.setattr(shared_input, "run", run)
-    given: Any = [(number,) for number in range(3)]
+    given: Any = [functools.partial(run, number) for number in range(3)]
     if fails is None:
         assert shared_input._at_once(given, torch.device("cuda")) == ["y0", "y1", "y2"]
     else:
@@ -314,7 +314,8 @@ def test_each_further_stream_waits_and_is_waited_for(
     assert fake.log[0] == "main records"
     if fails is None:  # more products than streams
         fake.log.clear()
-        shared_input._at_once([(number,) for number in range(6)], torch.device("cuda"))
+        more: Any = [functools.partial(run, number) for number in range(6)]
+        shared_input._at_once(more, torch.device("cuda"))
         computed = [line for line in fake.log if "computes" in line]
         assert computed == [
             "side 0 computes 1", "side 1 computes 2", "side 2 computes 3", "side 0 computes 4",
@@ -331,6 +332,31 @@ def test_streams_of_a_thread_and_device(monkeypatch: pytest.MonkeyPatch) -> None
     assert streams(other, 1) is not streams(one, 1)
     assert streams(one, 2) is not streams(one, 1)
     assert made == [one] * 3 + [other] * 3 + [one] * 3
+
+
+# -- products that leave room for each other -------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("smallest", "largest", "share"),
+    [(1, 1, True), (10_000_000, 30_000_000, True), (10_000_000, 30_000_001, False),
+     (10_000_001, 10_000_001, False), (10_000_001, 30_000_000, False), (1, 100_000_000, False)],
+)  # fmt: skip
+def test_all_small_products_share_the_gpu_or_none(
+    smallest: int, largest: int, share: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the bytes of their weights, which have two each here."""
+    found = []
+    monkeypatch.setattr(
+        shared_input, "run", lambda a, b: found.append(settings.current().shares_gpu) or b
+    )
+    a = torch.empty(1, 1, dtype=torch.bfloat16, device="meta")
+    weights = [a.new_empty(1, size) for size in (largest, smallest, largest)]
+    products = shared_input._beside_each_other([(a, weight) for weight in weights])
+    assert found == []
+    assert all(product() is weight for product, weight in zip(products, weights, strict=True))
+    assert found == [share] * 3
+    assert not settings.current().shares_gpu
 
 
 # -- tracing ---------------------------------------------------------------------------------------

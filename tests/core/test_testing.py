@@ -341,6 +341,16 @@ class OneConfigIsWrong(Right):
         return launch_off
 
 
+class BesideOthersIsWrong(OneConfigIsWrong):
+    """Only the config for a product that runs beside others."""
+
+    def configs(self, problem: Problem) -> Iterable[Tile]:
+        return [Tile(rows=16)]
+
+    def beside(self, problem: Problem) -> Tile:
+        return Tile(rows=64)
+
+
 class OneTileOfRows(Right):
     """Its config for a single row writes no more than one tile of rows."""
 
@@ -564,6 +574,7 @@ WRONG = [
     (SharesRowsEvenly, "ragged", "rows=16: error * exceeds *"),
     (SharesScalesAmongGroups, "ragged", "rows=16: error * exceeds *"),
     (OneConfigIsWrong, "arithmetic", "*one arithmetic for rows=16 and rows=64*"),
+    (BesideOthersIsWrong, "configs", "rows=64: error * exceeds *"),
     (ConfigIsNoJson, "configs_are_well_formed", "*ConfigError: TupleTile: shape must be tuple*"),
     (DefaultConfigIsOfAnotherType, "configs_are_well_formed", "*TupleTile* is not a *Tile*"),
     (OwesMemory, "estimates", "*rows=16: -1 bytes*"),

@@ -14,6 +14,7 @@ import tmm_core
 from tmm_core.interop import shared_input
 from tmm_core.nn import convert
 from tmm_core.quantized import Quantized
+from tmm_core.settings import sharing_gpu
 from tmm_core.spec.arguments import Arguments
 
 Tensor = torch.Tensor
@@ -36,9 +37,9 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     found: list[int] = []
     at_once = shared_input._at_once
 
-    def counted(calls: Any, device: Any) -> Any:
-        found.append(len(calls))
-        return at_once(calls, device)
+    def counted(products: Any, device: Any) -> Any:
+        found.append(len(products))
+        return at_once(products, device)
 
     monkeypatch.setattr(shared_input, "_at_once", counted)
     return found
@@ -192,3 +193,14 @@ def test_an_error_ends_the_further_streams() -> None:
         graph.replay()
     expected = torch.stack([a.double() @ w.double() for w in weights])
     torch.testing.assert_close(y.double(), expected, rtol=2e-2, atol=1.0)
+
+
+@pytest.mark.parametrize(("rows", "roomy"), [(1, True), (16, True), (17, False)])
+def test_a_kernel_of_small_blocks_is_chosen(rows: int, roomy: bool) -> None:
+    a = torch.randn(rows, 4096, device="cuda", dtype=torch.bfloat16)
+    b = torch.randn(1024, 4096, device="cuda", dtype=torch.bfloat16).t()
+    with tmm_core.override(on_cache_miss="heuristic"):
+        plan = sharing_gpu(tmm_core.plan, a, b)
+    assert ("leaves room" in plan.choice.reason) is roomy
+    if roomy:
+        assert plan.kernel == "triton.skinny"

@@ -116,6 +116,23 @@ def test_proposals() -> None:
             assert steps == {step for step in steps if step < 2 * k} or len(steps) == 1
 
 
+@pytest.mark.parametrize(
+    ("m", "k", "rows", "step"),
+    [(1, 4096, 8, 1024), (8, 1024, 8, 1024), (8, 2560, 8, 512), (9, 4096, 16, 512),
+     (16, 264, 16, 512), (1, 256, 8, 256), (16, 8, 16, 256)],
+)  # fmt: skip
+def test_a_config_that_leaves_room(m: int, k: int, rows: int, step: int) -> None:
+    kernel, problem = Skinny(), replace(DECODE, m=m, k=k)
+    config = kernel.beside(problem)
+    assert config is not None
+    assert (config.BLOCK_M, config.BLOCK_K, config.early) == (rows, step, "")
+    anatomy = kernel.anatomy(problem, config)
+    assert anatomy is not None
+    # An SM holds many such blocks, or few beside a block that takes most of its shared memory.
+    assert anatomy.shared_memory <= 8192
+    assert anatomy.at_once >= 8 * problem.device.sm_count
+
+
 def test_configs_with_few_bytes_in_flight_have_longer_estimates() -> None:
     """The times are measured on an H200 with 16 rows, in µs."""
     estimate = functools.partial(Skinny().estimate_us, DECODE)

@@ -261,6 +261,8 @@ class Dispatcher(Deferring):
             choices[kept] = choice
         waits = may_tune and not self.raced(query, choice)
         choice = self.inside(problem, key, choice, able)
+        if settings.shares_gpu and choice.lasting and settings.on_cache_miss != "background":
+            choice = self.beside(problem, choice, able)
         return replace(choice, lasting=False) if waits else choice
 
     # -- sources of a choice, in order ---------------------------------------------------

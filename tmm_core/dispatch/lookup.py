@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -167,6 +168,23 @@ class Lookup:
         if answer == choice.candidate:
             return choice
         return replace(choice, candidate=answer, reason=f"{choice.reason}; {why}")
+
+    def beside(self, problem: Problem, choice: Choice, able: list[Kernel[Any]]) -> Choice:
+        """Return a choice that leaves room for products that run at the same time. It is the given
+        one if no kernel offers a config, or if the caller needs certain bits or a locked record."""
+        if problem.batch_invariant or self.store.locked:
+            return choice
+        offered = [(kernel, kernel.beside(problem)) for kernel in able]
+        roomy = [Candidate(kernel, config) for kernel, config in offered if config is not None]
+        if not roomy:
+            return choice
+
+        def expected_us(candidate: Candidate) -> float:
+            estimate = candidate.kernel.estimate_us(problem, candidate.config)
+            return math.inf if estimate is None else estimate
+
+        why = f"it leaves room for products beside it; alone: {choice.candidate}"
+        return Choice(min(roomy, key=expected_us), "heuristic", why)
 
     def forbids_tuning(self, problem: Problem, settings: Settings) -> str | None:
         """Return why a call may not tune ``problem``; None if it may."""

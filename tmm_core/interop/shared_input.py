@@ -26,6 +26,7 @@ from tmm_core.interop.constants import TRANSPOSES, added
 from tmm_core.interop.libraries import define
 from tmm_core.interop.tails import MATRIX_PRODUCTS, RESHAPES, convert, is_product, terms_of
 from tmm_core.launch.warm import run
+from tmm_core.settings import sharing_gpu
 from tmm_core.spec.arguments import ROLES, Arguments
 
 Tensor = torch.Tensor
@@ -34,6 +35,11 @@ aten = torch.ops.aten
 #: The most rows of ``a`` with which products share the GPU. With more, some take longer than one
 #: after the other: 3 % of 256 rows, 13 % of 512.
 MOST_ROWS = 64
+#: Products leave room for each other (:meth:`tmm_core.Kernel.beside`) if the smallest weight has at
+#: most ``SMALL`` bytes and the largest at most ``LARGE``. Alone a small weight is read at a part of
+#: the bandwidth. A large one is read at all of it, if by the kernel that is the fastest alone; and
+#: blocks of both kinds delay each other (``benchmarks/results/h200/shared_input.txt``).
+SMALL, LARGE = 20e6, 60e6
 #: The number of streams in addition to the current one.
 _STREAMS = 3
 
@@ -70,28 +76,39 @@ def _calls(given: tuple[Any, ...]) -> list[tuple[Any, ...]]:
 def _run(*given: Any) -> list[Tensor]:
     calls = _calls(given)
     a = given[0]
-    few = a.numel() <= MOST_ROWS * a.shape[-1]
-    if few and a.is_cuda and torch.cuda.is_current_stream_capturing():
-        return _at_once(calls, a.device)
-    return [run(*call) for call in calls]
+    if not a.is_cuda or a.numel() > MOST_ROWS * a.shape[-1]:
+        return [run(*call) for call in calls]
+    products = _beside_each_other(calls)
+    if torch.cuda.is_current_stream_capturing():
+        return _at_once(products, a.device)
+    return [product() for product in products]
 
 
-def _at_once(calls: list[tuple[Any, ...]], device: torch.device) -> list[Tensor]:
+def _beside_each_other(calls: list[tuple[Any, ...]]) -> list[Callable[[], Tensor]]:
+    """Return functions that compute the products. Small ones leave room for each other, also
+    outside a capture: their kernels have to be verified before it."""
+    sizes = [b.numel() * b.element_size() for _, b, *_ in calls]
+    if min(sizes) <= SMALL and max(sizes) <= LARGE:
+        return [functools.partial(sharing_gpu, run, *call) for call in calls]
+    return [functools.partial(run, *call) for call in calls]
+
+
+def _at_once(products: list[Callable[[], Tensor]], device: torch.device) -> list[Tensor]:
     """Compute the first product on the current stream, the others on further streams."""
     here = torch.cuda.current_stream(device)
     further = _streams(device, threading.get_ident())
     ready, ended = here.record_event(), []
     results = []
     try:
-        for i, call in enumerate(calls[1:]):
+        for i, product in enumerate(products[1:]):
             stream = further[i % _STREAMS]
             stream.wait_event(ready)
             with torch.cuda.stream(stream):
                 try:
-                    results.append(run(*call))
+                    results.append(product())
                 finally:
                     ended.append(stream.record_event())
-        return [run(*calls[0]), *results]
+        return [products[0](), *results]
     finally:
         for event in ended:
             here.wait_event(event)

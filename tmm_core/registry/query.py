@@ -206,6 +206,9 @@ class CheckedKernel(Kernel[Any]):
     def estimate_us(self, problem: Problem, config: Any) -> float | None:
         return self._or(None, "estimate_us", _microseconds, problem, config)
 
+    def beside(self, problem: Problem) -> Config | None:
+        return self._or(None, "beside", self._config_or_none, problem)
+
     def workspace_bytes(self, problem: Problem, config: Any) -> int:
         return self._or(0, "workspace_bytes", _bytes, problem, config)
 
@@ -309,6 +312,9 @@ class CheckedKernel(Kernel[Any]):
 
     def _configs(self, result: Any) -> list[Config]:
         return [self._config(config) for config in _items(result, MOST_CONFIGS, "configs")]
+
+    def _config_or_none(self, config: Any) -> Config | None:
+        return None if config is None else self._config(config)
 
     def _config(self, config: Any) -> Config:
         """``config``, checked to be comparable, hashable and storable in a record."""

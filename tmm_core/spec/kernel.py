@@ -197,6 +197,16 @@ class Kernel(abc.ABC, Generic[C]):
         was measured. ``None``: no estimate, and the kernel is never chosen untuned."""
         return None
 
+    def beside(self, problem: Problem) -> C | None:
+        """Return a good config for a small product that runs beside other products, on other
+        streams: each SM keeps room for their blocks. ``None``: there is none, and the fastest
+        config for the product alone is used.
+
+        A block that takes most of an SM's shared memory waits until the SM is empty. Then products
+        run one after the other, on however many streams.
+        """
+        return None
+
     def workspace_bytes(self, problem: Problem, config: C) -> int:
         """Return the bytes of the launcher's scratch memory. The candidate with the least wins
         among equally fast ones."""

@@ -518,8 +518,11 @@ class KernelConformance(RaggedProblems):
         return served or pytest.skip("; ".join(list(against.values())[-1]))
 
     def _configs(self, problem: Problem) -> list[Config]:
-        """Return the default config, and :attr:`max_configs` of the search space."""
+        """Return the default config, one for a product beside others, and :attr:`max_configs` of
+        the search space."""
         configs = list(self.kernel.configs(problem))
         limit = self.max_configs or (64 if problem.device.type == "cuda" else 8)
         step = max(1, -(-len(configs) // limit))
-        return list(dict.fromkeys([self.kernel.default_config(problem), *configs[::step]]))
+        beside = self.kernel.beside(problem)
+        chosen = [self.kernel.default_config(problem), *([beside] if beside is not None else [])]
+        return list(dict.fromkeys([*chosen, *configs[::step]]))
