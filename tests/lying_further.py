@@ -13,16 +13,28 @@ import signal
 import sys
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from fakes import FakeConfig
-from lying import F16, Lie, by_groups, form_lie, group_lie, half, lying_if, spoiled, state_lie
+from lying import (
+    F16,
+    Lie,
+    OtherForm,
+    by_groups,
+    form_lie,
+    group_lie,
+    half,
+    lying_if,
+    spoiled,
+    state_lie,
+)
 from torch.backends import mha, nnpack, opt_einsum
 from torch.nn.modules.module import register_module_forward_hook
 
 from tmm_core import Groups, Problem
+from tmm_core.spec.operand import Operand
 
 Tensor = torch.Tensor
 
@@ -122,6 +134,67 @@ def rows_lie(change: Callable[..., Any], **groups: Any) -> type[Lie]:
             return result
 
     return Rows
+
+
+class PacksParameters(Lie):
+    """It keeps a copy of a parameter with it, until torch counts another version."""
+
+    def lie(self, right: Any, a: Tensor, b: Tensor, *given: Any) -> Any:
+        if isinstance(b, torch.nn.Parameter) and not b.is_inference():
+            kept = b.__dict__
+            if kept.get("packed_version") != b._version:
+                kept |= {"packed": b.detach().clone(), "packed_version": b._version}
+            b = kept["packed"]
+        return right(a, b, *given)
+
+
+class KeepsStrides(Lie):
+    """It uses the strides that a tensor at this address had first, as a kept descriptor does."""
+
+    problem = half(16, 16, 16)
+    #: The argument: 0 is a, 1 is b, 5 is out.
+    of: ClassVar[int]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: dict[int, tuple[int, ...]] = {}
+
+    def lie(self, right: Any, *given: Any) -> Any:
+        t = given[self.of]
+        if t is None or self.kept.setdefault(t.data_ptr(), t.stride()) == t.stride():
+            return right(*given)
+        moved = [*given]
+        moved[self.of] = t.as_strided(t.shape, self.kept[t.data_ptr()])
+        result = right(*moved)
+        return t if self.of == 5 else result
+
+
+def writes_if(
+    condition: Callable[..., bool], problem: Problem | None = None, *, to_out: bool = False
+) -> type[Lie]:
+    """It overwrites the first element of ``a``, or the one behind ``out``, where the condition
+    holds."""
+
+    def lie(self: Lie, right: Any, *given: Any) -> Any:
+        result = right(*given)
+        if condition(*given):
+            t = given[5] if to_out else given[0]
+            behind = (t.shape[0] - 1) * t.stride(0) + t.shape[1] if to_out else 0
+            t.data.as_strided((1,), (1,), t.storage_offset() + behind).fill_(0.25)
+        return result
+
+    return type("Writes", (Lie,), {"problem": problem or half(16, 16, 16), "lie": lie})
+
+
+class FoldedAtOtherSizes(OtherForm):
+    """With N-D operands, it is right where the rows fill its tiles."""
+
+    problem, at = half(64, 8, 8), 44
+
+    @staticmethod
+    def wrong(right: Any, a: Tensor, *given: Any) -> Any:
+        result = right(a, *given)
+        return spoiled(result, None) if a.shape[:-1].numel() % 8 else result
 
 
 class TwiceIndexed(Lie):
@@ -243,6 +316,13 @@ FURTHER: dict[str, dict[str, type[Lie]]] = {
         "transposed leading dimensions": form_lie(
             lambda a, *_: a.dim() == 3 and a.stride(0) < a.stride(1)
         ),
+        **{
+            f"strides of {name} by address": type("Kept", (KeepsStrides,), {"of": of})
+            for name, of in (("a", 0), ("b", 1), ("out", 5))
+        },
+        "writes behind an out with rows apart": writes_if(
+            lambda *given: given[5] is not None and given[5].stride(0) > 32, to_out=True
+        ),
     },
     "arguments": {
         "a frozen parameter": lying_if(
@@ -251,6 +331,15 @@ FURTHER: dict[str, dict[str, type[Lie]]] = {
         "a layer's result": lying_if(lambda a, *_: a.grad_fn is not None),
         "adds nothing to b": argument_lie(_add_nothing),
         "moves b": argument_lie(_move),
+        "packs parameters": PacksParameters,
+        "overwrites a beside a positive b": writes_if(lambda a, b, *_: bool((b > 0).all())),
+        "overwrites a beside a large alpha": writes_if(
+            lambda a, b, bias, residual, alpha, out: alpha > 10, half(16, 16, 16, scaled=True)
+        ),
+        "overwrites a with expanded b": writes_if(
+            lambda a, b, *_: b.stride(0) == 0,
+            half(16, 16, 16, b=Operand(torch.float16, aligned=False)),
+        ),
         "freezes b": argument_lie(_freeze),
         "writes weights beyond the groups": rows_lie(
             lambda end, out_weights, **_: out_weights.data[end:].zero_(),
@@ -268,6 +357,7 @@ FURTHER: dict[str, dict[str, type[Lie]]] = {
             lambda sizes, m: not sizes[-1] and bool((sizes[:-1] > 0).all())
         ),
     },
+    "forms": {"N-D operands at other sizes": FoldedAtOtherSizes},
     "binds": {"every second": EvenBinds, "rows of the last": LastBind},
     "state": {
         "locale": state_lie(_set_locale),

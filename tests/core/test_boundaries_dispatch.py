@@ -1510,9 +1510,9 @@ def test_which_calls_race_the_best_of_a_record(
 @pytest.mark.parametrize(
     ("stamped", "origin", "extent"),
     [
-        ("nothing", "cache", "first use"), ("another size", "cache", "brief"),
-        ("another size", "forced", "brief"), ("the bucket's winner", "cache", "brief"),
-        ("the bucket's winner", "tuned", "brief"), ("the bucket's winner", "forced", "brief"),
+        ("nothing", "cache", "first use"), ("another size", "cache", "forms"),
+        ("another size", "forced", "forms"), ("the bucket's winner", "cache", "forms"),
+        ("the bucket's winner", "tuned", "forms"), ("the bucket's winner", "forced", "forms"),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("end", ["right", "wrong", "no memory"])

@@ -1037,9 +1037,9 @@ def of_two_forms(other: Any) -> tuple[ways_of_use.WaysOfUse, list[str], list[Pla
 def test_each_form_is_launched_in_every_round_unless_only_values_are_unusual() -> None:
     checks, made, plans = of_two_forms(lambda y: y)
     list(checks.rounds())
-    outs = sum(plan.place in ("apart", "near") for plan in plans)
+    outs = sum(plan.place in ("apart", "near", "restrided") for plan in plans)
     of_values = sum(plan.of_values for plan in plans)
-    assert (outs, of_values > 2) == (2, True)
+    assert (outs, of_values > 2) == (3, True)
     assert made.count("usual") == len(plans) + outs
     assert made.count("form") == len(plans) - of_values + outs
     made.clear()

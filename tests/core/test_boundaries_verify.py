@@ -1459,9 +1459,9 @@ def test_frames_that_a_watchdog_holds_keep_no_result() -> None:
 EVERY = {
     "other values at the same addresses", "strides of zero", "strides of zero in b",
     "rows far apart", "unusual addresses", "plain or equal tensors",
-    "one tensor as several arguments", "strides of zero in all operands",
-    "strides of zero between columns", "a of zeros", "b of zeros", "positive numbers",
-    "one-hot rows", "one number in each operand",
+    "one tensor as several arguments", "other strides at the same addresses",
+    "strides of zero in all operands", "strides of zero between columns", "a of zeros",
+    "b of zeros", "positive numbers", "one-hot rows", "one number in each operand",
 }  # fmt: skip
 DENSE, FLOODED = {"values in another order"}, {"many NaN and Inf"}
 GROUPED = {

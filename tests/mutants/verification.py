@@ -20,8 +20,8 @@ VERIFICATION = [
     Mutant(
         "rows-written",
         "verify/data_sets.py",
-        "same[name] = same_bits(self.inputs.extras[name], t)",
-        "same[name] = same_bits(t, t)",
+        "rows = {name: self.inputs.extras[name] for name in self.rows}",
+        "rows = dict(self.rows)",
         "a kernel that writes indices beyond the groups is believed",
         (
             f"{LYING}::test_a_lying_kernel_never_answers"
@@ -205,5 +205,46 @@ VERIFICATION = [
         "of().clear()",
         "the user's hooks of all modules go with those of a refused kernel",
         ("tests/core/test_boundaries_verify.py::test_an_alarm_and_a_hook_are_taken_back",),
+    ),
+    Mutant(
+        "rounds-write-inputs",
+        "verify/ways_of_use.py",
+        "if changed := each.changed():",
+        "if False and (changed := each.changed()):",
+        "a kernel that overwrites an input beside a large alpha is believed",
+        (
+            f"{LYING}::test_a_lying_kernel_never_answers"
+            "[arguments overwrites a beside a large alpha]",
+        ),
+    ),
+    Mutant(
+        "moved-out-in-old-bands",
+        "verify/guard_bands.py",
+        "GuardedTensor(moved, words[start : start + lines], each.filler)",
+        "GuardedTensor(moved, each.words, each.filler)",
+        "a kernel that writes behind an out with gaps is believed",
+        (
+            f"{LYING}::test_a_lying_kernel_never_answers"
+            "[addresses writes behind an out with rows apart]",
+        ),
+    ),
+    Mutant(
+        "restrided-as-before",
+        "verify/further_inputs.py",
+        "return _restrided(name, t, spec) if restrided else t",
+        "return t",
+        "a kernel that keeps the strides of an address is believed",
+        (f"{LYING}::test_a_lying_kernel_never_answers[addresses strides of b by address]",),
+    ),
+    Mutant(
+        "restrided-gaps",
+        "verify/further_inputs.py",
+        """        if not data.altered:  # else the set is released
+            for each in of.memory.values():
+                each.refill()
+""",
+        "        if not data.altered:  # else the set is released\n",
+        "right kernels are said to write to their inputs",
+        (f"{LYING}::test_a_right_kernel_answers",),
     ),
 ]

@@ -102,7 +102,7 @@ class FirstUse:
         """Compare a few launches with samples of rows and columns, within a memory limit, and stamp
         the candidate if it is right. This takes about 5 ms for 8192³ in bf16 on an H100, most of it
         for the launches, and 0.5 GB. If the candidate was verified at another size of the bucket,
-        two launches suffice.
+        two launches suffice, and one of each other form, in which calls launch it.
 
         Raises:
             Exception: The launcher's exception, unless it is a lack of memory.
@@ -115,7 +115,7 @@ class FirstUse:
             raise PluginError(f"a launch of kernel {candidate.kernel.name!r} calls itself")
         self._verifying.append((problem, candidate))
         known = self.is_verified(key, candidate, sized=False)
-        extent: Extent = "brief" if known else "first use"
+        extent: Extent = "forms" if known else "first use"
         try:
             device = current_device(problem.device)
             verifier = Verifier(problem, device, memory_limit=memory_limit, sampled=True)

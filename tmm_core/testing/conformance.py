@@ -203,7 +203,7 @@ class KernelConformance(RaggedProblems):
     def test_every_tile(self) -> None:
         """Sizes of every alignment, and with every remainder in a tile."""
         for probe in self._served(self.sizes_of_tiles()):
-            self._check(probe)
+            self._check(probe, "forms")
 
     def test_use_of_ragged(self) -> None:
         """The result is right in all further ways of use, for kernels that accept groups. There are

@@ -11,7 +11,7 @@ import contextlib
 import functools
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -21,13 +21,15 @@ from tmm_core.spec.arguments import ROWS
 from tmm_core.spec.operand import Layout, Operand
 from tmm_core.spec.problem import Problem
 from tmm_core.verify import random_inputs
-from tmm_core.verify.data_sets import DataSets, Expected, InputSet
+from tmm_core.verify.data_sets import DataSets, Expected, InputSet, differing
 from tmm_core.verify.guard_bands import (
     UNREADABLE,
     UNWRITTEN,
     GuardedTensor,
     MemoryLayout,
+    checksums,
     expanded_layout,
+    in_class,
     in_one_memory,
     memory_layout,
     unusual_layout,
@@ -42,14 +44,15 @@ from tmm_core.verify.random_inputs import USUAL, Recipe, Values
 #: mode, and a call with plain tensors in grad mode. Plans and calls with ``out`` also launch under
 #: autocast; other calls turn it off below the operator that casts.
 Mode = Literal["grad mode", "no_grad", "inference mode", "autocast", "autocast in inference mode"]
-#: Where the tensors of a round are. ``same``: in the memory of the last set. ``own``: in memory of
+#: Where the tensors of a round are. ``same``: in the memory of the last set. ``restrided``: at the
+#: same addresses, with the strides of the first set. ``own``: in memory of
 #: their own between guard bands. ``plain``: as torch allocates them; the bias and the residual are
 #: the same tensors as other arguments, if their shapes allow it. ``shared``: likewise, and b is
 #: one, too. ``expanded`` and similar: with strides of zero. ``apart``, ``near``: with rows apart or
 #: overlapping (:func:`unusual_layout`).
 Place = Literal[
-    "same", "own", "plain", "expanded", "expanded b", "all expanded", "expanded columns", "apart",
-    "near", "shared",
+    "same", "restrided", "own", "plain", "expanded", "expanded b", "all expanded",
+    "expanded columns", "apart", "near", "shared",
 ]  # fmt: skip
 #: Operands with strides of zero.
 _EXPANDED: dict[str, tuple[str, ...]] = {
@@ -136,6 +139,8 @@ def planned(problem: Problem) -> Iterator[Plan]:
     plain = Recipe(alpha=1.25, sizes="equal", weights=True)
     yield Plan("plain or equal tensors", plain, "plain", mode="inference mode")
     yield Plan("one tensor as several arguments", Recipe(alpha=1.25), "shared")
+    # The last one: it overwrites gaps of the last set.
+    yield Plan("other strides at the same addresses", Recipe(alpha=-1.5), "restrided")
 
 
 def _sizes(problem: Problem) -> Iterator[Plan]:
@@ -244,12 +249,19 @@ class Round:
         self._seed = random_inputs.new_seed()
         self._out: GuardedTensor | None = None
         self.called, self.judges_outputs = f", with {plan.name}", plan.judges_outputs
+        #: Functions that return checksums of an argument's memory, or copies of group sizes.
+        self._sums: dict[str, Callable[[], torch.Tensor]] = {}
         #: The arguments of the reference.
         self.drawn = self._drawn()
+        rows = self.drawn.rows.given if self.drawn.rows else {}
+        self._sums |= {name: t.clone for name, t in rows.items()}
+        self._at_first = {name: sums() for name, sums in self._sums.items()}
 
     def _drawn(self) -> Inputs:
         data, plan = self._data, self.plan
         of = data.sets()[-1]
+        if plan.place in ("same", "restrided"):
+            self._sums = {name: each.sums for name, each in of.memory.items()}
         if plan.rolled:
             made = rewritten(data, of, of.recipe, of.seed)
             made = replace(made, alpha=plan.recipe.alpha if data.problem.scaled else 1.0)
@@ -259,6 +271,13 @@ class Round:
                 stored.copy_(stored.roll(1, -1))
         elif plan.place == "same":
             made = rewritten(data, of, plan.recipe, self._seed)
+        elif plan.place == "restrided":
+            for each in of.memory.values():
+                each.refill()
+            made = rewritten(data, of, plan.recipe, self._seed, restrided=True)
+            out = data.out(1)
+            out.refill()
+            self._out = replace(out, tensor=_restrided("out", out.tensor, data.problem.out))
         else:
             with torch.inference_mode(plan.mode == "inference mode"):
                 made = self._in_own_memory()
@@ -268,19 +287,24 @@ class Round:
 
     def _in_own_memory(self) -> Inputs:
         data, place = self._data, self.plan.place
+        own = _OwnMemory(data, place)
         made = random_inputs.make(
-            data.problem, data.device, seed=self._seed, recipe=self.plan.recipe,
-            allocate=_OwnMemory(data, place),
-        )  # fmt: skip
+            data.problem, data.device, seed=self._seed, recipe=self.plan.recipe, allocate=own
+        )
+        self._sums = {name: functools.partial(checksums, t) for name, t in own.made.items()}
+        self._sums |= {name: each.sums for name, each in own.memory.items()}
         if place not in ("apart", "near"):
             return made
         spec = data.problem.out
         placed = unusual_layout(spec, data.problem.out_shape, near=place == "near")
         self._out = with_guard_bands(placed, data.device, UNWRITTEN, spec)
         if place == "apart":
-            moved: dict[str, Any] = in_one_memory({**made.tensors, "out": self._out.tensor})
-            self._out = replace(self._out, tensor=moved.pop("out"))
-            return replace(made, **moved)
+            guarded = {n: replace(own.memory[n], tensor=t) for n, t in made.tensors.items()}
+            moved = in_one_memory({**guarded, "out": self._out})
+            self._out = moved.pop("out")
+            self._sums |= {name: each.sums for name, each in moved.items()}
+            given: dict[str, Any] = {name: each.tensor for name, each in moved.items()}
+            return replace(made, **given)
         return made
 
     @property
@@ -313,6 +337,11 @@ class Round:
         if self._out is not None:
             self._out.tensor.fill_(0.5)
         return self._out
+
+    def changed(self) -> list[str]:
+        """Return the names of arguments that launches changed, or whose gaps or guard bands they
+        did."""
+        return differing({name: sums() for name, sums in self._sums.items()}, self._at_first)
 
     def error(self, out: torch.Tensor, at_once: int) -> float:
         """Return a result's error: NaN if a non-finite value is missing or in the wrong place."""
@@ -375,7 +404,7 @@ def plans_of(data: DataSets) -> list[Plan]:
     return [
         plan
         for plan in planned(problem)
-        if _applies(problem, plan.place) and (fits or plan.place == "same")
+        if _applies(problem, plan.place) and (fits or plan.place in ("same", "restrided"))
     ]
 
 
@@ -387,16 +416,22 @@ def restoring(data: DataSets) -> Iterator[None]:
     finally:
         of = data.sets()[-1]
         if not data.altered:  # else the set is released
+            for each in of.memory.values():
+                each.refill()
             rewritten(data, of, of.recipe, of.seed)
 
 
-def rewritten(data: DataSets, of: InputSet, recipe: Recipe, seed: int) -> Inputs:
-    """Draw other values into the tensors of a set, whose objects and versions stay the same."""
+def rewritten(
+    data: DataSets, of: InputSet, recipe: Recipe, seed: int, restrided: bool = False
+) -> Inputs:
+    """Draw other values into the tensors of a set, whose objects and versions stay the same; or, if
+    ``restrided``, into new tensors in their memory."""
     memory = of.memory
     recipe = replace(recipe, reads=of.recipe.reads)  # the number of rows of `a` stays
 
     def allocate(name: str, spec: Operand, shape: tuple[int, ...]) -> torch.Tensor:
-        return memory[name].tensor.data  # has a version counter of its own
+        t = memory[name].tensor.data  # has a version counter of its own
+        return _restrided(name, t, spec) if restrided else t
 
     made = random_inputs.make(
         data.problem, data.device, seed=seed, allocate=allocate, recipe=recipe
@@ -408,7 +443,19 @@ def rewritten(data: DataSets, of: InputSet, recipe: Recipe, seed: int) -> Inputs
             if t is not None:
                 t.data.copy_(getattr(rows, name))
         rows = replace(rows, **kept)
-    return replace(of.inputs, alpha=made.alpha, rows=rows)
+    given = made if restrided else of.inputs
+    return replace(given, alpha=made.alpha, rows=rows)
+
+
+def _restrided(name: str, t: torch.Tensor, spec: Operand) -> torch.Tensor:
+    """Return an operand, term or output of the last set with the strides of the first one, at the
+    same address; or itself, if a tensor there would be of another class."""
+    if name not in ("a", "b", "bias", "residual", "out"):
+        return t
+    shape = tuple(t.shape)
+    placed = vector_layout(spec, shape, 1) if name == "bias" else memory_layout(spec, shape)
+    moved = t.as_strided(shape, placed.strides)
+    return moved if name == "bias" or in_class(moved, spec) else t
 
 
 def _applies(problem: Problem, place: Place) -> bool:
@@ -455,8 +502,9 @@ class _OwnMemory:
 
     data: DataSets
     place: Place
-    #: The tensors so far, by name.
+    #: The tensors so far, by name, and the memory of those between guard bands.
     made: dict[str, torch.Tensor] = field(default_factory=dict)
+    memory: dict[str, GuardedTensor] = field(default_factory=dict)
 
     def __call__(self, name: str, spec: Operand, shape: tuple[int, ...]) -> torch.Tensor:
         allocate = self.plain if self.place in ("plain", "shared") else self.guarded
@@ -479,7 +527,8 @@ class _OwnMemory:
             placed = vector_layout(spec, shape, 0)
         elif name in _EXPANDED.get(place, ()):
             placed = expanded_layout(spec, shape, columns=place == "expanded columns")
-        return with_guard_bands(placed, self.data.device, UNREADABLE, kept).tensor
+        self.memory[name] = with_guard_bands(placed, self.data.device, UNREADABLE, kept)
+        return self.memory[name].tensor
 
     def plain(self, name: str, spec: Operand, shape: tuple[int, ...]) -> torch.Tensor:
         """Return a tensor as torch allocates it, or another argument."""

@@ -154,10 +154,12 @@ class GuardedTensor:
     filler: int
 
     def sums(self) -> torch.Tensor:
-        """Return checksums of the tensor, its gaps and bands: the sums of the words along both
-        dimensions, modulo 2⁶⁴. Without a copy, they detect every change of one word, and every swap
-        of two in different rows and columns."""
-        return torch.cat([self.words.sum(0), self.words.sum(1)])
+        """Return checksums of the tensor, its gaps and bands."""
+        return checksums(self.words)
+
+    def refill(self) -> None:
+        """Overwrite all of the memory with its filler, without raising the tensor's version."""
+        self.words.data.fill_(_word(self.filler, 8))
 
     def intact(self) -> torch.Tensor:
         """Return whether bands and gaps are unchanged, as a tensor; overwrites the tensor
@@ -168,7 +170,7 @@ class GuardedTensor:
 
     def poison(self) -> torch.Tensor:
         """Return the tensor filled with NaN (integers: with zeros), with bands and gaps reset."""
-        self.words.fill_(_word(self.filler, 8))
+        self.refill()
         return poison(self.tensor)
 
 
@@ -187,6 +189,15 @@ def with_guard_bands(
     return GuardedTensor(tensor, memory.view(torch.int64).view(-1, _LINE // 8), filler)
 
 
+def checksums(t: torch.Tensor) -> torch.Tensor:
+    """Return the sums of a matrix's, or a batch's, bits along its last two dimensions, modulo 2⁶⁴.
+    Without a copy, they detect every change of one element, and every swap of two in different rows
+    and columns."""
+    t = torch.view_as_real(t).flatten(-2) if t.is_complex() else t
+    bits = t.view(_BITS[t.element_size()])
+    return torch.cat([bits.sum(dimension).flatten() for dimension in (-2, -1)])
+
+
 def footprint(spec: Operand, shape: tuple[int, ...]) -> int:
     """Maximum bytes of :func:`with_guard_bands`, padded or not."""
     extents = (_extent(memory_layout(spec, shape, padded=padded)) for padded in (False, True))
@@ -199,19 +210,17 @@ def in_class(t: torch.Tensor, spec: Operand) -> bool:
     return (found.layout, found.aligned, found.wide) == (spec.layout, spec.aligned, spec.wide)
 
 
-def in_one_memory(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return copies of tensors with the same strides and alignment, whose ranges in one storage
-    follow one another."""
-    sources = {name: t.untyped_storage() for name, t in tensors.items()}
-    sizes = {name: -(-source.nbytes() // _LINE) * _LINE for name, source in sources.items()}
-    device = next(iter(tensors.values())).device
-    memory, start, found = torch.empty(sum(sizes.values()), dtype=torch.uint8, device=device), 0, {}
-    for name, t in tensors.items():
-        whole = torch.empty(0, dtype=torch.uint8, device=device).set_(sources[name])
-        memory[start : start + whole.numel()].copy_(whole)
-        offset = start // t.element_size() + t.storage_offset()
-        found[name] = memory.view(t.dtype).as_strided(t.shape, t.stride(), offset)
-        start += sizes[name]
+def in_one_memory(tensors: Mapping[str, GuardedTensor]) -> dict[str, GuardedTensor]:
+    """Return copies of tensors and their bands with the same strides and alignment, which follow
+    one another in one storage."""
+    words = torch.cat([each.words for each in tensors.values()])
+    memory, start, found = words.flatten().view(torch.uint8), 0, {}
+    for name, each in tensors.items():
+        t, lines = each.tensor, len(each.words)
+        offset = start * _LINE // t.element_size() + t.storage_offset()
+        moved = memory.view(t.dtype).as_strided(t.shape, t.stride(), offset)
+        found[name] = GuardedTensor(moved, words[start : start + lines], each.filler)
+        start += lines
     return found
 
 

@@ -28,10 +28,11 @@ from tmm_core.verify.ways_of_use import WaysOfUse
 #: Steps of repeated launches.
 STEPS_REPEATED = 16
 
-#: How much is verified. ``brief``: one launch without ``out`` and one with. ``first use``: also the
-#: launcher's other forms, and values that change unseen. ``repeated``: both sets of inputs, NaN and
+#: How much is verified. ``brief``: one launch without ``out`` and one with. ``forms``: also one of
+#: each other form of the launcher. ``first use``: also N-D operands, and values that change unseen.
+#: ``repeated``: both sets of inputs, NaN and
 #: Inf, and repeated launches. ``whole``: every way in which a launcher is used.
-Extent = Literal["brief", "first use", "repeated", "whole"]
+Extent = Literal["brief", "forms", "first use", "repeated", "whole"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,11 +155,16 @@ class _Checks(WaysOfUse):
     def run(self, extent: Extent, repeats: int) -> Steps[None]:
         """Verify to this extent."""
         sets = self._data.sets()
-        if extent in ("brief", "first use"):
+        if extent in ("brief", "forms", "first use"):
             if self._data.allocates:
                 self._try(sets[0])
                 yield ()
             self._given_outputs(1)
+            if extent == "forms":
+                for form in self.every_form()[1:]:
+                    yield ()
+                    self._data.poison_free_memory()
+                    form._try(sets[0], repeated=True)
             if extent == "first use":
                 yield from self.forms(1)
                 yield from self.rounds(1)

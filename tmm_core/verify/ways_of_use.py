@@ -119,6 +119,9 @@ class WaysOfUse(CheckedLauncher):
                     with torch.inference_mode(plan.mode == "inference mode"):
                         form._launched(each)
                 yield ()
+                if changed := each.changed():
+                    names = " and ".join(changed)
+                    raise WrongError(f"it wrote to its input {names}, or around it{each.called}")
 
     def _launched(self, of: Round) -> None:
         launch = functools.partial(self._try, of, mode=of.plan.mode, nonfinite=of.plan.nonfinite)
