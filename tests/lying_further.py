@@ -33,6 +33,7 @@ from lying import (
 from torch.backends import mha, nnpack, opt_einsum
 from torch.nn.modules.module import register_module_forward_hook
 
+import tmm_core
 from tmm_core import Groups, Problem
 from tmm_core.spec.operand import Operand
 
@@ -271,6 +272,15 @@ class NoFinder:
         return None
 
 
+#: Blocks that end when they are collected as garbage.
+_OPEN: list[Any] = []
+
+
+def _open_block() -> None:
+    _OPEN.append(tmm_core.override(progress=False))
+    _OPEN[-1].__enter__()
+
+
 def _share_otherwise() -> None:
     sharing = torch.multiprocessing.get_sharing_strategy()
     others = {"file_system": "file_descriptor", "file_descriptor": "file_system"}
@@ -361,6 +371,7 @@ FURTHER: dict[str, dict[str, type[Lie]]] = {
     "binds": {"every second": EvenBinds, "rows of the last": LastBind},
     "state": {
         "locale": state_lie(_set_locale),
+        "tmm's settings": state_lie(_open_block),
         "a function of torch": state_lie(_replace_linear),
         "logging": state_lie(lambda: logging.getLogger().addHandler(logging.NullHandler())),
         "folders of modules": state_lie(lambda: sys.path.append("/nowhere")),

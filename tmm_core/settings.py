@@ -255,6 +255,17 @@ def _leave_ended() -> None:
         _active.set(before)
 
 
+def innermost() -> tuple[Settings | None, _Block | None]:
+    """The settings in force in this context, and their block."""
+    return _active.get(), _block.get()
+
+
+def put_back(before: tuple[Settings | None, _Block | None]) -> None:
+    """Put what :func:`innermost` returned in force again, and end the blocks that began since."""
+    _active.set(before[0])
+    _block.set(before[1])
+
+
 def _in_force(settings: Settings) -> Iterator[Settings]:
     """The steps of a context in which ``settings`` are in force."""
     block = _Block(settings)

@@ -43,6 +43,7 @@ from tmm_core import (
     dispatch,
     formats,
     hookimpl,
+    override,
 )
 from tmm_core.epilogues import EPILOGUES, parse, text_of
 from tmm_core.interop import flops
@@ -275,6 +276,51 @@ def test_a_query_leaves_how_the_callers_thread_computes(method: str) -> None:
     with pytest.warns(TmmWarning, match=f"{method} changed the grad mode, which was put back"):
         own.candidates(problem(), settings())
     assert torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize("place", ["import", "tmm_kernels", "declines"])
+@pytest.mark.usefixtures("blas_alone")
+def test_a_block_that_a_plugin_leaves_open_changes_no_settings(place: str) -> None:
+    """Otherwise each later call of the program would force this kernel."""
+    begun = []
+
+    def begin() -> None:
+        begun.append(override(kernel="test.open"))  # without the end of a `with` block
+        begun[-1].__enter__()
+
+    class Opening(EntryPoint):
+        def load(self) -> Any:
+            if place == "import":
+                begin()
+            return super().load()
+
+    class Kernels(FakeKernel):
+        def declines(self, problem: Problem) -> list[str]:
+            if place == "declines":
+                begin()
+            return []
+
+    brought = plugin(Kernels("test.open"))
+    if place == "tmm_kernels":
+
+        @hookimpl
+        def tmm_kernels() -> Any:
+            begin()
+            return [Kernels("test.open")]
+
+        brought.tmm_kernels = tmm_kernels  # type: ignore[attr-defined]
+    r = registry(Opening("a", brought), baseline=FakeBlas)
+    r.around_import = watched_call.putting_back
+    r.around_query = partial(watched_call.putting_back, watched_call.OF_THE_THREAD)
+    with override(tune_budget=3.0) as own:
+        with pytest.warns(TmmWarning, match="changed tmm's settings, which was put back"):
+            r.candidates(problem(), settings())
+        assert current() is own
+    assert begun
+    assert current().kernel is None
+    begun.pop().__exit__(None, None, None)  # too late to restore anything
+    assert current().kernel is None
+    assert current().tune_budget != 3.0
 
 
 def test_an_import_is_not_part_of_the_first_call() -> None:

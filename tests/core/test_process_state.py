@@ -32,6 +32,7 @@ import torch._inductor.config  # sets a variable; torch imports it with its dete
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tmm_core import settings
 from tmm_core.verify import process_state, watched_call
 
 CPU = torch.device("cpu")
@@ -281,6 +282,7 @@ def _other_engine() -> None:
 
 #: Changes by the name of the piece of state.
 CHANGES: list[tuple[str, Any]] = [
+    ("tmm's settings", functools.partial(settings.put_back, (settings.Settings(), None))),
     ("torch's function modes", lambda: AnyFunctionMode().__enter__()),
     ("torch's dispatch modes", lambda: AnyDispatchMode().__enter__()),
     (

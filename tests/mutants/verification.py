@@ -191,6 +191,17 @@ VERIFICATION = [
         (QUERIES,),
     ),
     Mutant(
+        "state-settings",
+        "tmm_core/settings.py",
+        "    _active.set(before[0])\n",
+        "",
+        "a plugin that leaves a block open forces its kernel in each later call",
+        (
+            "tests/core/test_boundaries_registry.py"
+            "::test_a_block_that_a_plugin_leaves_open_changes_no_settings",
+        ),
+    ),
+    Mutant(
         "state-alarms",
         "verify/process_state.py",
         "lambda before: before or signal.setitimer(alarm, 0)",

@@ -26,6 +26,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from tmm_base.guards import suppress
 
+from tmm_core import settings
 from tmm_core.compat import private
 
 try:
@@ -376,6 +377,7 @@ PIECES: dict[str, Piece] = {
         lambda device: torch.set_default_device(None if device.type == "cpu" else device),
         "thread",
     ),
+    "tmm's settings": Piece(settings.innermost, settings.put_back, "thread"),
     "torch's function modes": _stack("function"),
     "torch's dispatch modes": _stack("dispatch"),
     "the hooks of saved tensors": Piece(lambda: _hooks(True), _set_hooks, "thread"),

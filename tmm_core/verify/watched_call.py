@@ -48,8 +48,10 @@ def _turn() -> Iterator[None]:
         lock.release()
 
 
-#: How torch computes in this thread.
-OF_THE_THREAD = ("the grad mode", "the inference mode", "autocast", "torch's default device")
+#: How torch and tmm compute in this thread.
+OF_THE_THREAD = (
+    "the grad mode", "the inference mode", "autocast", "torch's default device", "tmm's settings"
+)  # fmt: skip
 #: State that the import of a plugin may not change. The program did not ask for this import, which
 #: its first product makes.
 OF_THE_PROGRAM = [
