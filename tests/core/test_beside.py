@@ -83,6 +83,14 @@ def test_settings_that_say_more_precisely_what_to_use(change: dict[str, Any]) ->
     assert choice.candidate.kernel.name == "fast"
 
 
+def test_an_interim_choice_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While another process tunes, a call must not compile a kernel for this purpose."""
+    d = chooser(Roomy())
+    monkeypatch.setattr(d, "_tune", lambda *_, **__: None)
+    choice = d.choose(problem(), SHARING)
+    assert (choice.candidate.kernel.name, choice.lasting) == ("blas", False)
+
+
 def test_batch_invariant_mode_keeps_its_bits() -> None:
     traits = tmm_core.Traits(batch_invariant=True)
     d, _ = dispatcher(

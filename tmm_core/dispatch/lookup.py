@@ -171,8 +171,8 @@ class Lookup:
 
     def beside(self, problem: Problem, choice: Choice, able: list[Kernel[Any]]) -> Choice:
         """Return a choice that leaves room for products that run at the same time. It is the given
-        one if no kernel offers a config, or if the caller needs certain bits or a locked record."""
-        if problem.batch_invariant or self.store.locked:
+        one if no kernel offers a config, or if records are locked."""
+        if self.store.locked:
             return choice
         offered = [(kernel, kernel.beside(problem)) for kernel in able]
         roomy = [Candidate(kernel, config) for kernel, config in offered if config is not None]
