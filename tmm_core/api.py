@@ -27,6 +27,7 @@ from tmm_core.launch import grouped_call as launch_grouped
 from tmm_core.launch import warm
 from tmm_core.launch.check import (
     check,
+    check_out_dtype,
     check_tensors,
     is_integral,
     number,
@@ -185,6 +186,7 @@ def _answer(call: Arguments, epilogue: EpilogueLike) -> Tensor:
 
 def _computed(call: Arguments) -> Tensor:
     """The result of a call that has tensors, plain or parts of quantised ones, and any alpha."""
+    check_out_dtype(call.out_dtype)
     if type(call.alpha) is not float:
         alpha = call.alpha
         if not isinstance(alpha, Tensor):

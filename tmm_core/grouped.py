@@ -9,7 +9,7 @@ from tmm_core.errors import reraise
 from tmm_core.interop import autograd_state, fallbacks, grouped_operator, operator
 from tmm_core.interop.calls import is_traced, prepare_for, traced, traced_text_of
 from tmm_core.interop.declaration import cast_first
-from tmm_core.launch.check import addressable, check_tensors, number, strided
+from tmm_core.launch.check import addressable, check_out_dtype, check_tensors, number, strided
 from tmm_core.launch.grouped_call import check, fast_path_allowed, run
 from tmm_core.launch.warm import epilogue_of
 from tmm_core.quantized import unpacked
@@ -138,6 +138,7 @@ def _checked(call: GroupedArguments) -> GroupedArguments:
     parts, whose classes have sharding rules from then on."""
     named = {name: getattr(call, name) for name in (*GROUPED_TENSORS, "out")}
     check_tensors("grouped_matmul", **named)
+    check_out_dtype(call.out_dtype)
     call = unpacked(foreign.read_operands(call), grouped=True)
     for kind in {type(call.a), type(call.b)} - {Tensor}:
         prepare_for(kind)

@@ -127,7 +127,12 @@ def _discard_output() -> None:
         sys.stdout.flush()
     except OSError as error:
         reraise(error)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard(sys.stdout)
+
+
+def _discard(stream: TextIO) -> None:
+    """Write what this standard stream holds, and all that follows, to the null device."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 @contextmanager
@@ -154,8 +159,12 @@ def warnings_as_notes(*categories: type[Warning]) -> Iterator[None]:
 
 
 def note(text: str, program: str | None = None) -> None:
-    """Print a message that is not data, on stderr."""
-    print_line(f"{program or _program}: {printable(text)}", sys.stderr)
+    """Print a message that is not data, on stderr, if that can be written."""
+    try:
+        print_line(f"{program or _program}: {printable(text)}", sys.stderr)
+    except OSError as error:
+        reraise(error)
+        _discard(sys.stderr)
 
 
 def print_line(text: str, file: TextIO | None = None) -> None:

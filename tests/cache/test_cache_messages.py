@@ -98,6 +98,22 @@ def test_a_full_disk_below_stdout_is_reported_in_one_line(
     assert run_closed(">/dev/full", *arguments) == (2, message)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "module", "status"),
+    [
+        (["nonsense"], "tmm_cache.cli", 2),
+        (["nonsense"], "tmm_base.tmm", 2),
+        (["import", "/nonexistent"], "tmm_cache.cli", 2),
+        (["--cache-dir", "/nonexistent", "show"], "tmm_cache.cli", 0),
+    ],
+)
+def test_a_full_disk_below_stderr_changes_no_status(
+    filled: CacheStore, arguments: list[str], module: str, status: int
+) -> None:
+    assert run_closed("2>&1", *arguments, module=module)[0] == status
+    assert run_closed("2>/dev/full", *arguments, module=module)[0] == status
+
+
 @pytest.mark.parametrize("run", [main, tmm.main])
 @pytest.mark.parametrize("argument", ["--version", "--help"])
 @pytest.mark.parametrize("buffered", [True, False])

@@ -134,6 +134,24 @@ def test_chains_and_objects() -> None:
     torch.testing.assert_close(got, 2 * torch.tanh(F.gelu(a @ b, approximate="tanh") / 2))
 
 
+@pytest.mark.parametrize("given", ["float32", 6, torch.ones(1)])
+@pytest.mark.parametrize("way", ["plain", "gradients", "vmap", "vmap of linear", "groups", "out"])
+def test_an_out_dtype_that_is_no_dtype_is_named(way: str, given: Any) -> None:
+    """Torch's operators would show their schema."""
+    a, b = torch.randn(2, 4, 3), torch.randn(3, 5, requires_grad=way == "gradients")
+    offs, weights = torch.tensor([1, 4], dtype=torch.int32), torch.randn(2, 3, 5).requires_grad_()
+    options: Any = {"out_dtype": given}
+    calls = {
+        "vmap": lambda: torch.vmap(lambda a: tmm_core.matmul(a, b, **options))(a),
+        "vmap of linear": lambda: torch.vmap(lambda a: tmm_core.linear(a, b.t(), **options))(a),
+        "groups": lambda: tmm_core.grouped_matmul(a[0], weights, offs=offs, **options),
+        "out": lambda: tmm_core.matmul(a[0], b, out=torch.empty(4, 5), **options),
+    }
+    call = calls.get(way, lambda: tmm_core.matmul(a[0], b, **options))
+    with pytest.raises(TypeError, match=r"out_dtype must be a torch\.dtype, got "):
+        call()
+
+
 def test_out_dtype_and_out() -> None:
     a, b = torch.randn(4, 5).bfloat16(), torch.randn(5, 6).bfloat16()
     wide = tmm_core.matmul(a, b, out_dtype=torch.float32)

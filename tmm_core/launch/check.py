@@ -99,6 +99,7 @@ def check_terms(
     alpha = call.alpha  # in a graph it may be a symbol
     if type(alpha) is float and MOST_ALPHA < abs(alpha) < math.inf and own not in _WIDE:
         refuse_alpha()
+    check_out_dtype(out_dtype)
     result = out_dtype or own
     if result not in _OUT_DTYPES and (pair.stored or result != own):
         raise TypeError(f"out_dtype must be a floating dtype of 16 bits or more, got {out_dtype}")
@@ -140,6 +141,12 @@ def check_tensors(function: str, **tensors: Any) -> None:
         if not isinstance(value, torch.Tensor) and (value is not None or name in _OPERANDS):
             kind = type(value).__name__
             raise TypeError(f"{function}(): argument '{name}' must be Tensor, not {kind}")
+
+
+def check_out_dtype(out_dtype: object) -> None:
+    """Refuse an ``out_dtype`` that is no dtype. Torch's operators would show their schema."""
+    if out_dtype is not None and not isinstance(out_dtype, torch.dtype):
+        raise TypeError(f"out_dtype must be a torch.dtype, got {out_dtype!r}")
 
 
 def number(function: str, alpha: Any, operand: Any = None) -> Any:
