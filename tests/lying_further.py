@@ -35,6 +35,7 @@ from torch.nn.modules.module import register_module_forward_hook
 
 import tmm_core
 from tmm_core import Groups, Problem
+from tmm_core.epilogues import EPILOGUES
 from tmm_core.spec.operand import Operand
 
 Tensor = torch.Tensor
@@ -86,6 +87,30 @@ class InfResidual(Lie):
 
     def lie(self, right: Any, a: Tensor, b: Tensor, bias: Any, residual: Any, *given: Any) -> Any:
         return right(a, b, bias, _finite(residual), *given)
+
+
+class _NanInOneHalf(Lie):
+    """NaN in columns of ``b`` that give gates, or in those that give what gates multiply, are
+    zeros."""
+
+    problem = half(16, 32, 16, epilogue=EPILOGUES["swiglu"])
+    up: ClassVar[bool]
+
+    def lie(self, right: Any, a: Tensor, b: Tensor, *given: Any) -> Any:
+        halves = [*b.chunk(2, dim=1)]
+        halves[self.up] = halves[self.up].nan_to_num(0.0, torch.inf, -torch.inf)
+        return right(a, torch.cat(halves, 1), *given)
+
+
+class _NanInOneHalfOfTheBias(_NanInOneHalf):
+    problem = half(16, 32, 16, epilogue=EPILOGUES["swiglu"], bias=torch.float16)
+
+    def lie(self, right: Any, a: Tensor, b: Tensor, bias: Any, *given: Any) -> Any:
+        if bias is not None:
+            halves = [*bias.chunk(2, dim=-1)]
+            halves[self.up] = halves[self.up].nan_to_num(0.0, torch.inf, -torch.inf)
+            bias = torch.cat(halves, -1)
+        return right(a, b, bias, *given)
 
 
 class NanAlpha(Lie):
@@ -305,6 +330,11 @@ FURTHER: dict[str, dict[str, type[Lie]]] = {
         "Inf times zero": InfTimesZero,
         "Inf in the bias": InfBias,
         "Inf in the residual": InfResidual,
+        **{
+            f"NaN in {name} of {of}": type("NanInOneHalf", (kind,), {"up": up})
+            for of, kind in (("b", _NanInOneHalf), ("the bias", _NanInOneHalfOfTheBias))
+            for name, up in (("gates", False), ("the other half", True))
+        },
     },
     "alpha": {
         "1/√64": lying_if(

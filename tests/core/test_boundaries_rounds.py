@@ -19,6 +19,7 @@ from fakes import problem
 
 from tmm_core import Groups, Operand, Port, Scale
 from tmm_core.epilogues import parse
+from tmm_core.epilogues.clamped_swiglu import CLAMPED
 from tmm_core.launch.codegen import Body
 from tmm_core.spec.arguments import LAUNCHED_PARTS, keywords
 from tmm_core.spec.launcher import Bound
@@ -273,7 +274,25 @@ def test_nan_and_inf_of_a_gated_bias_are_in_different_columns_of_the_result() ->
         )
         columns = [change.places for change in found]
         assert columns == [(change.index[0] % 8,) for change in found]
-        assert len({*columns, (0,)}) == 3
+        assert len({*columns, (0,)}) == 4
+        # NaN is in a gate and in a number that a gate multiplies.
+        halves = [change.index[0] // 8 for change in found if change.value != change.value]
+        assert sorted(halves) == [0, 1]
+
+
+@pytest.mark.parametrize("epilogue", [parse("swiglu"), CLAMPED], ids=lambda each: each.name)
+def test_nan_is_in_both_halves_of_gated_columns(epilogue: Any) -> None:
+    """By chance it was in gates alone, or in the columns that they multiply alone."""
+    gated = problem(m=4, n=8, k=8, batch=2, epilogue=epilogue)
+    b = torch.zeros(2, 8, 16)
+    for seed in range(64):
+        chance = random.Random(seed)
+        given = Inputs(torch.zeros(2, 4, 8), b)
+        found = list(nonfinite._changes(gated, given, "columns", chance))
+        nan = [change.index[1] for change in found if change.value != change.value]
+        per_half = [line % 2 if gated.epilogue.interleaved else line // 8 for line in nan]
+        assert sorted(per_half) == [0, 1]
+        assert len({nonfinite.column(gated, line) for line in nan}) == 2
 
 
 def test_where_any_result_is_accepted() -> None:

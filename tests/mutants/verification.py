@@ -248,6 +248,14 @@ VERIFICATION = [
         (f"{LYING}::test_a_lying_kernel_never_answers[addresses strides of b by address]",),
     ),
     Mutant(
+        "nan-in-one-half",
+        "verify/nonfinite.py",
+        "    return line % n + (0 if first >= n else n)\n",
+        "    return line\n",
+        "a kernel that takes NaN in gates for zeros is believed by chance",
+        ("tests/core/test_boundaries_rounds.py::test_nan_is_in_both_halves_of_gated_columns",),
+    ),
+    Mutant(
         "restrided-gaps",
         "verify/further_inputs.py",
         """        if not data.altered:  # else the set is released

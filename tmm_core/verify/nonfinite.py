@@ -160,6 +160,18 @@ def _changes(
         places = read.get(line) or (line if rows else column(problem, line),)
         taken.update(places)
         yield Change(matrix, index, tuple(places), value)
+    if sampled and not rows and problem.gated:
+        free = [
+            line
+            for line in chance.sample(lines, min(len(lines), _DRAWS))
+            if column(problem, line) not in taken
+        ]
+        line = _in_other_half(problem, sampled[0], (free or sampled)[0])
+        index = (line, terms[0])
+        if matrix.dim() > 2:
+            index = (chance.choice(filled)[0], *index)
+        taken.add(column(problem, line))
+        yield Change(matrix, index, (column(problem, line),), values[0])
     yield from _in_terms(problem, inputs, rows, filled, chance, taken)
 
 
@@ -202,10 +214,23 @@ def _in_terms(
         row = draw(range(filled[-1][2]), written)
         yield Change(given.out_weights, (row,), (written(row),), math.nan)
     if not rows and bias is not None:
-        for value in _nan_and_inf(bias.dtype, chance):
+        first: int | None = None
+        for value in [*_nan_and_inf(bias.dtype, chance), *[math.nan] * problem.gated]:
             col = draw(range(bias.shape[-1]), functools.partial(column, problem))
+            if first is not None and value != value:
+                col = _in_other_half(problem, first, col)
+            first = col if first is None else first
             index = (group, col) if bias.dim() > 1 else (col,)
             yield Change(bias, index, (column(problem, col),), value)
+
+
+def _in_other_half(problem: Problem, first: int, line: int) -> int:
+    """Return the column of ``b`` or of the bias in the column of the result of ``line``, that is
+    gate where ``first`` is up, and up where it is gate: by chance, all NaN would be in gates."""
+    n = problem.n
+    if problem.epilogue.interleaved:
+        return line - line % 2 + (first + 1) % 2
+    return line % n + (0 if first >= n else n)
 
 
 def _nan_and_inf(dtype: torch.dtype, chance: random.Random) -> list[float]:
