@@ -1024,6 +1024,35 @@ def test_a_module_that_only_resembles_a_gated_mlp_keeps_its_forward(make: Any) -
     assert_close(model(x), original(x))
 
 
+class OfTheMode(LlamaMLP):
+    """Two gated MLPs, of which one is for training."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.other = kind, nn.GELU()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        act, gate, up = self.act_fn, self.gate_proj, self.up_proj
+        if not self.training and self.kind == "activation":
+            act = self.other
+        if not self.training and self.kind == "order":
+            gate, up = up, gate
+        return self.down_proj(act(gate(x)) * up(x))
+
+
+@pytest.mark.parametrize("kind", ["activation", "order"])
+@pytest.mark.parametrize("converted_in_training", [False, True])
+def test_a_gated_mlp_that_depends_on_the_mode_keeps_its_forward(
+    kind: str, converted_in_training: bool
+) -> None:
+    model, x = nn.Sequential(OfTheMode(kind)).train(converted_in_training), randn(5, 12)
+    original = copy.deepcopy(model)
+    report = convert(model)
+    assert "gated" not in [change.kind for change in report.changes]
+    for mode in (True, False):
+        assert_close(model.train(mode)(x), original.train(mode)(x))
+
+
 def test_a_gated_mlp_called_with_more_runs_its_own_forward(products: Any) -> None:
     model, x = nn.Sequential(Optional()), randn(5, 12)
     original = copy.deepcopy(model)

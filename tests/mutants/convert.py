@@ -25,6 +25,11 @@ LATER = f"{REPLACED}::test_code_that_is_replaced_later_counts"
 PACKED = "tests/core/test_packed_layers.py"
 
 CONVERTED = [
+    Mutant("gated-of-the-mode", "nn/fusion_match.py",
+           "if training != evaluation:\n        raise NotProvenError",
+           "if False:\n        raise NotProvenError",
+           "a gated MLP with another activation in evaluation is fused as in training",
+           ("tests/core/test_nn.py::test_a_gated_mlp_that_depends_on_the_mode_keeps_its_forward",)),
     Mutant("convert-writes-buffers", "nn/trace.py",
            'for table in ("_parameters", "_buffers"):', 'for table in ("_parameters",):',
            "a conversion scales buffers that a forward updates",

@@ -413,4 +413,12 @@ PACKED = [
             f"{MIXED}::test_declines",
         ),
     ),
+    Mutant(
+        "packed-table-of-groups",
+        "tmm_triton/packed/mixed_input.py",
+        "return 4 * blocks * problem.groups.count  # each",
+        "return 4 * blocks  # each",
+        "blocks write their tables of groups over each other",
+        (f"{MIXED}::test_each_block_has_a_table_of_all_groups",),
+    ),
 ]

@@ -394,6 +394,18 @@ def test_a_band_of_tiles_does_not_exceed_the_result() -> None:
             assert max(1, -(-m // config.BLOCK_M)) >= config.GROUP_M
 
 
+@pytest.mark.parametrize("count", [1, 3, 130])
+def test_each_block_of_the_hopper_kernel_has_a_table_of_all_groups(count: int) -> None:
+    plain = ask(4096, 4096)
+    for along, bytes_each in (("m", 4), ("k", 0)):
+        layout = {"a": "col", "b": "row"} if along == "k" else {"a": "row", "b": "col"}
+        operands = {name: replace(getattr(plain, name), layout=layout[name]) for name in layout}
+        grouped = replace(plain, groups=Groups(count, along), **operands)
+        for config in hopper_configs(grouped):
+            blocks = WarpSpecialized().builds(grouped, config)[0].grid[0]
+            assert WarpSpecialized().workspace_bytes(grouped, config) == bytes_each * blocks * count
+
+
 @pytest.mark.parametrize("n", [1000, 1024, 1032])
 def test_every_strip_of_a_row_has_a_place_in_the_workspace(n: int) -> None:
     """The last tile, half beyond the result, has its place too; no other place exists."""

@@ -258,6 +258,21 @@ def test_one_tile_has_all_rows_if_it_can(m: int, groups: int | None, heights: se
     assert found == heights
 
 
+@pytest.mark.parametrize("count", [1, 3, 130])
+def test_each_block_has_a_table_of_all_groups(count: int) -> None:
+    """Four bytes for each group: where its tiles begin."""
+    grouped = replace(PROBLEM, groups=Groups(count, "m"))
+    for config in KERNEL.configs(grouped):
+        assert KERNEL.workspace_bytes(grouped, config) == 4 * PROBLEM.device.sm_count * count
+
+
+def test_split_sums_have_a_place_for_every_part() -> None:
+    config = MixedInputConfig(**FIELDS)
+    for splits, parts in ((1, 0), (2, 2), (5, 5)):
+        split = replace(config, splits=splits)
+        assert KERNEL.workspace_bytes(PROBLEM, split) == 4 * parts * 64 * 4096
+
+
 def test_stream_k_needs_more_tiles_than_blocks() -> None:
     config = MixedInputConfig(**FIELDS, stream_k=True)
     plain = replace(config, stream_k=False)
