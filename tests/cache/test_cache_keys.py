@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tmm_cache
@@ -48,6 +49,14 @@ def test_digest_ignores_order_and_tuples_but_no_value() -> None:
     variants = [problem(), problem(m=129), problem(dtype="float16"), problem(epilogue="none")]
     variants.append({**problem(), "b": {**problem()["b"], "aligned": False}})
     assert len({digest(variant) for variant in variants}) == len(variants)
+
+
+def test_documents_that_differ_by_case_or_type_have_different_digests() -> None:
+    """A config may name two things that differ by the case of a letter."""
+    values = ["x", "X", "x ", "1", 1, 1.5, True, None, "", [], ["x"], [["x"]], {}, {"x": "x"}]
+    documents: list[dict[str, Any]] = [{"a": value} for value in values]
+    documents += [{}, {"A": "x"}, {"a": "x", "A": "x"}]
+    assert len({digest(document) for document in documents}) == len(documents)
 
 
 def test_digest_refuses_values_that_are_not_json() -> None:

@@ -133,6 +133,26 @@ def test_a_wrong_function_is_named_with_its_file_and_line(test: str) -> None:
     assert f"({__file__}:" in message
 
 
+def test_a_reference_that_changes_the_dtype_is_reported() -> None:
+    class Suite(EpilogueConformance):
+        epilogue = Epilogue("wide", lambda z: 2 * z.double())
+
+    Suite().test_reference(torch.float64)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        with pytest.raises(pytest.fail.Exception, match=f"returns torch.float64 for {dtype}"):
+            Suite().test_reference(dtype)
+
+
+def test_a_derivative_by_the_output_of_a_gated_epilogue_is_reported() -> None:
+    """The output does not determine two slopes."""
+
+    class Suite(EpilogueConformance):
+        epilogue = replace(CUBE_GLU, output_vjp=lambda grad, y: grad)
+
+    with pytest.raises(pytest.fail.Exception, match="output_vjp is wrong: not for a gated"):
+        Suite().test_output_vjp()
+
+
 def test_a_function_that_is_linear_for_each_sign_is_not_linear() -> None:
     class Suite(EpilogueConformance):
         epilogue = Epilogue("of_each_sign", torch.relu, linear=True)
@@ -199,6 +219,29 @@ def test_a_function_that_reads_an_object_without_a_description_is_reported() -> 
         epilogue = Epilogue("locked", lambda z: z if lock else -z)
 
     with pytest.raises(pytest.fail.Exception, match="another in every process"):
+        Suite().test_its_key_follows_its_source()
+
+
+calls = 0
+
+
+def counts_its_calls(z):
+    global calls
+    calls += 1
+    return 2 * z
+
+
+def test_a_function_that_changes_a_variable_that_it_reads_is_reported() -> None:
+    """Its key depends on the calls before it was first read: a later process may have another."""
+
+    class Suite(EpilogueConformance):
+        epilogue = Epilogue("counts", counts_its_calls)
+
+    assert Suite.epilogue.lasting
+    assert Suite.epilogue.key.startswith("counts@")
+    Suite().test_its_key_follows_its_source()
+    Suite.epilogue.apply(torch.ones(2))
+    with pytest.raises(AssertionError):
         Suite().test_its_key_follows_its_source()
 
 

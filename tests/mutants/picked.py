@@ -102,4 +102,24 @@ PICKED = [
            "each call of a plan raises where torch's guards changed",
            ("tests/core/test_boundaries_launch.py::"
             "test_guards_that_do_not_accept_their_own_tensors_are_not_used",)),
+    Mutant("picked-key-of-a-counter", "testing/epilogue_conformance.py",
+           "        assert replace(self.epilogue).key == self.epilogue.key\n", "",
+           "the suite passes an epilogue whose key depends on how often it was called",
+           ("tests/core/test_epilogue_conformance.py::"
+            "test_a_function_that_changes_a_variable_that_it_reads_is_reported",)),
+    Mutant("picked-dtype-of-a-reference", "testing/epilogue_conformance.py",
+           '            self._check(y.dtype == dtype, "reference", f"it returns {y.dtype} for {dtype}")\n',
+           "", "the suite passes an epilogue whose result has another dtype",
+           ("tests/core/test_epilogue_conformance.py::"
+            "test_a_reference_that_changes_the_dtype_is_reported",)),
+    Mutant("picked-output-vjp-of-a-gate", "testing/epilogue_conformance.py",
+           '        self._check(not self.epilogue.gated, "output_vjp", "not for a gated epilogue")\n',
+           "", "the suite raises a ValueError of its own for a gated epilogue with an output_vjp",
+           ("tests/core/test_epilogue_conformance.py::"
+            "test_a_derivative_by_the_output_of_a_gated_epilogue_is_reported",)),
+    Mutant("picked-case-of-a-key", "tmm_cache/keys.py",
+           'canonical(mapping).encode("ascii")', 'canonical(mapping).lower().encode("ascii")',
+           "records of problems that differ by the case of a letter replace each other",
+           ("tests/cache/test_cache_keys.py::"
+            "test_documents_that_differ_by_case_or_type_have_different_digests",)),
 ]  # fmt: skip
