@@ -25,6 +25,7 @@ from torch import nn
 import tmm_core
 from tmm_core import Problem, dispatch
 from tmm_core.interop import aten, aten_answers, aten_calls, aten_report, host_bound
+from tmm_core.interop.aten_report import EnabledReport, OperatorReport
 from tmm_core.launch import nesting
 from tmm_core.spec.device import fingerprint
 
@@ -101,6 +102,25 @@ def test_a_signals_handler_may_ask_for_the_report_at_any_time(
     with enable(ops="mm"):
         pass
     assert read == [True, True]
+
+
+def test_the_text_of_a_report() -> None:
+    """Its times are in ms, a call's host time in µs; what did not happen is left out."""
+    calls = {"sums": 3, "torch": 12, "other": 0}
+    mm = OperatorReport("mm", calls, 1234.5, 7, 3.14159, "the host waits", "sums declined it")
+    assert str(mm) == (
+        "mm: sums 3, torch 12; saved 1.23 ms; 7 calls passed on cost the host 3.1 µs each; "
+        "left to torch: the host waits; sums declined it"
+    )
+    bmm = OperatorReport("bmm", {"torch": 1}, 0.0, 0, None, "")
+    assert str(bmm) == "bmm: torch 1; saved 0 ms"
+    idle = OperatorReport("addmm", {"sums": 0}, 0.0, 0, None, "")
+    assert str(idle) == "addmm: none; saved 0 ms"
+    of_all = EnabledReport({each.name: each for each in (mm, bmm, idle)}, active=True)
+    assert str(of_all).splitlines() == ["tmm_core.enable(), in force", f"  {mm}", f"  {bmm}"]
+    ended = EnabledReport({"addmm": idle}, active=False)
+    assert str(ended).splitlines() == ["tmm_core.enable(), ended", "  no product was called"]
+    assert "no operator of this torch" in str(EnabledReport({}, active=True))
 
 
 @pytest.mark.parametrize("name", SHAPES)
