@@ -131,6 +131,8 @@ def test_a_wrong_function_is_named_with_its_file_and_line(test: str) -> None:
     message = str(caught.value)
     assert message.startswith(f"{epilogue.name}: {what} is wrong: ")
     assert f"({__file__}:" in message
+    if test == "test_outputs":  # of the device function, not of the torch function beside it
+        assert f":{absolute.fn.__code__.co_firstlineno})" in message
 
 
 def test_a_reference_that_changes_the_dtype_is_reported() -> None:

@@ -270,7 +270,7 @@ _launches = iter(range(1000))
 
 
 def _random(outputs: tuple[Tensor, ...], y: Tensor) -> None:
-    outputs[2].mul_(1 + 1e-6 * next(_launches))
+    outputs[2].mul_(1 + 1e-6 * (next(_launches) % 8))
 
 
 @pytest.mark.parametrize(
@@ -298,6 +298,15 @@ def test_wrong_outputs_are_detected(spoil: Any, message: str, sampled: bool) -> 
             assert verdict.ok, verdict.reason
         else:
             assert re.search(reason, str(verdict.reason)), verdict.reason
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_outputs_of_a_kernel_with_atomic_sums_may_have_other_bits(deterministic: bool) -> None:
+    """Its traits say so; a deterministic kernel's may not."""
+    instance, kernel = problem(m=40, n=72, k=24, epilogue=AUXILIARY), Spoilt(_random)
+    launcher = kernel.bind(instance, kernel.default_config(instance))
+    verdict = Verifier(instance, CPU).verdict(launcher, repeats=2, deterministic=deterministic)
+    assert verdict.ok is not deterministic, verdict.reason
 
 
 class Elsewhere(Spoilt):

@@ -484,6 +484,13 @@ class ChangesItsMind(Right):
         return super().declines(problem) or ["busy"] * (next(self.asked) % 2)
 
 
+class GivesAnotherReason(Right):
+    asked = itertools.count()
+
+    def declines(self, problem: Problem) -> list[str]:
+        return super().declines(problem) or [f"busy since {next(self.asked)}"]
+
+
 class GivesNoneForNoReasons(Right):
     def declines(self, problem: Problem) -> list[str]:
         return super().declines(problem) or None  # type: ignore[return-value]
@@ -586,6 +593,7 @@ WRONG = [
     (SharesAnOperandAmongLaunchers, "launchers_share_nothing", "*error * exceeds *"),
     (RaisesToDecline, "reasons_are_strings_and_never_raise", "*raised NotImplementedError*"),
     (ChangesItsMind, "reasons_are_strings_and_never_raise", "*two results for *'busy'*"),
+    (GivesAnotherReason, "reasons_are_strings_and_never_raise", "*two results for *'busy since*"),
     (GivesNoneForNoReasons, "reasons_are_strings_and_never_raise", "*object is not iterable*"),
     (TakesComplexForReal, "other_dtypes_are_declined_or_right", "*error * exceeds *"),
     (DeclinesEverything, "serves_something", "*declines every problem*: not today.*"),

@@ -122,4 +122,29 @@ PICKED = [
            "records of problems that differ by the case of a letter replace each other",
            ("tests/cache/test_cache_keys.py::"
             "test_documents_that_differ_by_case_or_type_have_different_digests",)),
+    Mutant("picked-report-of-enable", "interop/aten_report.py",
+           "saved {self.saved_us / 1e3:.3g} ms", "saved {self.saved_us / 1e6:.3g} ms",
+           "enable()'s report shows a thousandth of the time that it saved",
+           ("tests/core/test_enable.py::test_the_text_of_a_report",)),
+    Mutant("picked-outputs-of-atomic-sums", "verify/auxiliary_outputs.py",
+           "self._deterministic, self._slack = deterministic, slack",
+           "self._deterministic, self._slack = True, slack",
+           "a kernel is refused for outputs whose bits it does not promise",
+           ("tests/core/test_outputs.py::"
+            "test_outputs_of_a_kernel_with_atomic_sums_may_have_other_bits",)),
+    Mutant("picked-reasons-that-change", "testing/conformance.py",
+           "assert again == reasons, f\"two results", "assert len(again) == len(reasons), f\"two results",
+           "a kernel passes that gives other reasons each time",
+           ("tests/core/test_testing.py::test_a_wrong_kernel_fails[GivesAnotherReason]",)),
+    Mutant("picked-place-of-an-output", "testing/epilogue_conformance.py",
+           "function = port.device or port.of", "function = port.of",
+           "a wrong device function of an output is sought in its torch function",
+           ("tests/core/test_epilogue_conformance.py::"
+            "test_a_wrong_function_is_named_with_its_file_and_line",)),
+    Mutant("picked-dtypes-of-scales", "testing/format_conformance.py",
+           "scale = Scale(block, self.format.scale_dtypes[-1])",
+           "scale = Scale(block, self.format.scale_dtypes[0])",
+           "conformance stores no scale whose dtype a record has to name",
+           ("tests/core/test_format_conformance.py::"
+            "test_a_scale_that_is_read_back_with_another_dtype_fails",)),
 ]  # fmt: skip
