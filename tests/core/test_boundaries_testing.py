@@ -386,6 +386,18 @@ def test_the_probes_have_every_dtype_term_and_epilogue() -> None:
         (kind, reduce) for kind in ("row", "col", "scalar") for reduce in ("max", "sum")
     }
     assert {dtype for _, _, dtype in ports} == {half, BF16, F32}
+    terms = {(p.scaled, p.bias, p.residual is not None) for p in problems_of("probes_of_outputs")}
+    assert terms == {(True, None, False), (True, None, True), (True, half, True)}
+
+
+@pytest.mark.parametrize("along", ["m", "n", "k"])
+@pytest.mark.parametrize("dtype", [None, BF16])
+def test_groups_have_sizes_that_no_block_divides(along: Any, dtype: torch.dtype | None) -> None:
+    checked = suite(FakeKernel("k"), dtypes=(F32,))
+    ragged, plain = checked._ragged(along, dtype), checked._probe()
+    assert (ragged.along, ragged.a.dtype) == (along, dtype or F32)
+    assert ragged.extent > getattr(plain, along)
+    assert ragged.extent % 2 == 1
 
 
 def test_the_probes_have_every_format_and_scale() -> None:

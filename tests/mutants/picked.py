@@ -147,4 +147,14 @@ PICKED = [
            "conformance stores no scale whose dtype a record has to name",
            ("tests/core/test_format_conformance.py::"
             "test_a_scale_that_is_read_back_with_another_dtype_fails",)),
+    Mutant("picked-sizes-of-groups", "testing/ragged_conformance.py",
+           "return problem.at(2 * problem.extent - 3)", "return problem.at(2 * problem.extent)",
+           "conformance tries groups of sizes that blocks divide only",
+           ("tests/core/test_boundaries_testing.py::"
+            "test_groups_have_sizes_that_no_block_divides",)),
+    Mutant("picked-alpha-beside-outputs", "testing/probe_problems.py",
+           "aligned = contiguous(replace(base, m=odd[\"m\"], scaled=True))",
+           "aligned = contiguous(replace(base, m=odd[\"m\"]))",
+           "conformance tries auxiliary outputs without alpha only",
+           ("tests/core/test_boundaries_testing.py::test_the_probes_have_every_dtype_term_and_epilogue",)),
 ]  # fmt: skip
