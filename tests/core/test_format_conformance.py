@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from tmm_core.formats import FORMATS
+import pytest
+
+from tmm_core import Scale
+from tmm_core.formats import FORMATS, grids
 from tmm_core.testing import FormatConformance
 
 
@@ -32,3 +35,16 @@ class TestNvfp4(FormatConformance):
 
 class TestMxfp8(FormatConformance):
     format = FORMATS["mxfp8"]
+
+
+def test_a_scale_that_is_read_back_with_another_dtype_fails(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of a format's dtypes of scales, one that a record's text names."""
+
+    def parse(text: str) -> Scale:
+        return Scale(grids.parse(text.partition(" ")[0]))
+
+    monkeypatch.setattr(Scale, "parse", parse)
+    with pytest.raises(AssertionError):
+        TestInt8().test_its_problems_are_read_back()

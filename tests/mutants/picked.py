@@ -157,4 +157,10 @@ PICKED = [
            "aligned = contiguous(replace(base, m=odd[\"m\"]))",
            "conformance tries auxiliary outputs without alpha only",
            ("tests/core/test_boundaries_testing.py::test_the_probes_have_every_dtype_term_and_epilogue",)),
+    Mutant("picked-split-last-wave", "tmm_triton/hopper/estimate.py",
+           "return count // sms + 1 / config.tail_splits",
+           "return -(-count // sms) + 1 / config.tail_splits",
+           "splitting the tiles of the last wave is expected to cost time, and not proposed",
+           ("tests/plugins/test_warp_specialized.py::"
+            "test_tiles_of_the_last_wave_that_are_split_take_a_part_of_its_time",)),
 ]  # fmt: skip

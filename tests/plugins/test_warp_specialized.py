@@ -1654,3 +1654,20 @@ def test_blocks_need_no_further_wave_and_come_in_fours(sms: int) -> None:
             tiles = tile_shapes.most_tiles(instance, config) * config.splits
             assert -(-tiles // blocks) == -(-tiles // sms)
             assert blocks == tiles if tiles <= sms else blocks in (sms, blocks // 4 * 4)
+
+
+@pytest.mark.parametrize(("across", "whole"), [(14, 1), (28, 2)])
+def test_tiles_of_the_last_wave_that_are_split_take_a_part_of_its_time(
+    across: int, whole: int
+) -> None:
+    """140 and 280 tiles on 132 SMs: one and two whole waves, and a few tiles."""
+    instance = problem(1280, 128 * across, 4096)
+    config = dataclasses.replace(CONFIG, BLOCK_M=128, BLOCK_N=128, subtiles=1)
+    kernel = WarpSpecialized()
+    times = []
+    for splits in (1, 2, 4):
+        anatomy = kernel.anatomy(instance, dataclasses.replace(config, tail_splits=splits))
+        assert anatomy is not None
+        times.append(anatomy.model_us["tensor cores"])
+    ratios = [time / times[0] * (whole + 1) for time in times]
+    assert ratios == pytest.approx([whole + 1, whole + 1 / 2, whole + 1 / 4])
