@@ -217,3 +217,22 @@ def test_an_unknown_name_is_reported_across_processes() -> None:
     copy = pickle.loads(pickle.dumps(error))
     assert type(copy) is UnknownNameError
     assert str(copy) == str(error) == "unknown kernel 'bla'; did you mean 'blas'?"
+
+
+def test_the_blas_that_another_thread_has_added_meanwhile_stays() -> None:
+    """Its object is part of choices that were made with it."""
+    r = registry(baseline=FakeBlas)
+
+    class TakenLater:
+        """The lock, which another thread has held."""
+
+        def __enter__(self) -> None:
+            r._kernels["blas"] = other
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+    other: Any = FakeBlas()
+    r.loading_lock = TakenLater()  # type: ignore[assignment]
+    r._add_baseline()
+    assert r._kernels["blas"] is other

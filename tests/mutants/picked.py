@@ -163,4 +163,10 @@ PICKED = [
            "splitting the tiles of the last wave is expected to cost time, and not proposed",
            ("tests/plugins/test_warp_specialized.py::"
             "test_tiles_of_the_last_wave_that_are_split_take_a_part_of_its_time",)),
+    Mutant("picked-blas-of-another-thread", "registry/registry.py",
+           "if self._baseline is not None and BASELINE not in self._kernels:",
+           "if self._baseline is not None:",
+           "two threads add two objects of BLAS, and choices hold the first",
+           ("tests/core/test_registry.py::"
+            "test_the_blas_that_another_thread_has_added_meanwhile_stays",)),
 ]  # fmt: skip
