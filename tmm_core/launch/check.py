@@ -33,7 +33,7 @@ PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 #: Names of arguments that cannot be left out.
 _OPERANDS = ("a", "b", "x", "weight")
 
-#: Dtypes of which a product's ``alpha`` may exceed fp32.
+#: The dtypes whose products take an ``alpha`` beyond the range of fp32.
 _WIDE = (torch.float64, torch.complex128)
 _OUT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 

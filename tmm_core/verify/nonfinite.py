@@ -151,27 +151,21 @@ def _changes(
     able = list(read) or lines
     values = values_of(matrix.dtype)
     sampled = chance.sample(able, min(len(able), COUNT)) if problem.k and values else []
+    planned = [(line, terms[i], values[i % len(values)]) for i, line in enumerate(sampled)]
+    if sampled and not rows and problem.gated:
+        drawn = {column(problem, line) for line in sampled}
+        others = chance.sample(lines, min(len(lines), _DRAWS))
+        free = [line for line in others if column(problem, line) not in drawn]
+        line = _in_other_half(problem, sampled[0], (free or sampled)[0])
+        planned.append((line, terms[0], values[0]))
     taken: set[int] = set()
-    for place, line in enumerate(sampled):
-        index: tuple[int, ...] = (line, terms[place])
+    for line, term, value in planned:
+        index: tuple[int, ...] = (line, term)
         if matrix.dim() > 2:
             index = (chance.choice(filled)[0], *index)
-        value = values[place % len(values)]
         places = read.get(line) or (line if rows else column(problem, line),)
         taken.update(places)
         yield Change(matrix, index, tuple(places), value)
-    if sampled and not rows and problem.gated:
-        free = [
-            line
-            for line in chance.sample(lines, min(len(lines), _DRAWS))
-            if column(problem, line) not in taken
-        ]
-        line = _in_other_half(problem, sampled[0], (free or sampled)[0])
-        index = (line, terms[0])
-        if matrix.dim() > 2:
-            index = (chance.choice(filled)[0], *index)
-        taken.add(column(problem, line))
-        yield Change(matrix, index, (column(problem, line),), values[0])
     yield from _in_terms(problem, inputs, rows, filled, chance, taken)
 
 
@@ -225,8 +219,8 @@ def _in_terms(
 
 
 def _in_other_half(problem: Problem, first: int, line: int) -> int:
-    """Return the column of ``b`` or of the bias in the column of the result of ``line``, that is
-    gate where ``first`` is up, and up where it is gate: by chance, all NaN would be in gates."""
+    """Return a column of ``b`` or of the bias for the same column of the result as ``line``: of the
+    gate if ``first`` is of up, else of up. Chance alone would often put all NaN into gates."""
     n = problem.n
     if problem.epilogue.interleaved:
         return line - line % 2 + (first + 1) % 2

@@ -30,8 +30,8 @@ STEPS_REPEATED = 16
 
 #: How much is verified. ``brief``: one launch without ``out`` and one with. ``forms``: also one of
 #: each other form of the launcher. ``first use``: also N-D operands, and values that change unseen.
-#: ``repeated``: both sets of inputs, NaN and
-#: Inf, and repeated launches. ``whole``: every way in which a launcher is used.
+#: ``repeated``: both sets of inputs, NaN and Inf, and repeated launches. ``whole``: every way in
+#: which a launcher is used.
 Extent = Literal["brief", "forms", "first use", "repeated", "whole"]
 
 
