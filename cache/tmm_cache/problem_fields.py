@@ -49,7 +49,7 @@ def shape(problem: Document) -> str:
     if isinstance(groups, Mapping):
         count, ragged = text_of(groups.get("count")), text_of(groups.get("ragged"))
         text = f"{text} in {count} groups along {ragged}"
-    return text if batch in (None, 1, []) else f"{text_of(batch)}*{text}"
+    return text if batch in (None, 1) else f"{text_of(batch)}*{text}"
 
 
 def operand(problem: Document, name: str, part: str) -> str:

@@ -240,6 +240,25 @@ def test_every_shape_in_both_modes(sa: Any, sb: Any, epilogue: Any) -> None:
             torch.testing.assert_close(mine, eagers)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("wanted", [(0,), (1,), (0, 1)])
+def test_the_tangent_of_an_fp32_result_is_not_rounded(
+    dtype: torch.dtype, wanted: tuple[int, ...]
+) -> None:
+    inputs = torch.randn(9, 40).to(dtype), torch.randn(40, 7).to(dtype)
+    tangents = [torch.randn_like(t) for t in inputs]
+    with forward_ad.dual_level():
+        dual = [
+            forward_ad.make_dual(t, tangents[i]) if i in wanted else t for i, t in enumerate(inputs)
+        ]
+        y = tmm_core.matmul(*dual, out_dtype=torch.float32)
+        got = forward_ad.unpack_dual(y).tangent
+    a, b, ta, tb = (t.double() for t in (*inputs, *tangents))
+    expected = (ta @ b if 0 in wanted else 0) + (a @ tb if 1 in wanted else 0)
+    assert got.dtype == torch.float32
+    torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-4)
+
+
 class TorchCalls(TorchDispatchMode):
     """Counts calls of the operator."""
 

@@ -169,4 +169,10 @@ PICKED = [
            "two threads add two objects of BLAS, and choices hold the first",
            ("tests/core/test_registry.py::"
             "test_the_blas_that_another_thread_has_added_meanwhile_stays",)),
+    Mutant("picked-tangent-dtype", "interop/gradients.py",
+           "ctx.output, ctx.out_dtype = autograd_state.form_of(y), out_dtype",
+           "ctx.output, ctx.out_dtype = autograd_state.form_of(y), None",
+           "tangents of an fp32 result are rounded to the operands' 16 bits",
+           ("tests/core/test_autograd.py::"
+            "test_the_tangent_of_an_fp32_result_is_not_rounded",)),
 ]  # fmt: skip
