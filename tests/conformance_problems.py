@@ -24,7 +24,7 @@ FILE = Path(__file__).parent / "core" / "conformance_problems.txt"
 #: Methods whose problems on a GPU differ from a CPU's by more than their sizes, or are few.
 ON_A_GPU = (
     "_numbers_of_groups", "demanding", "fine_grained", "probes_of_batches", "probes_of_empties",
-    "probes_of_use",
+    "probes_of_use", "sizes_of_tiles",
 )  # fmt: skip
 ON_A_CPU = (
     *(name for name in sorted(dir(KernelConformance)) if name.startswith("probes_of_")),
@@ -42,7 +42,9 @@ def described(problem: Problem) -> str:
         **{name: getattr(groups, name, None) for name in ("a_index", "out_index", "out_weights")},
     }
     words += [f"{name}={dtype}" for name, dtype in given.items() if dtype is not None]
-    words += [port.name for port in problem.epilogue.outputs]
+    for port in problem.epilogue.outputs:
+        of = "" if port.of is None else f" of {port.of.__name__} by {port.device.__name__}"
+        words.append(f"{port.name}: {port.kind} {port.reduce} {port.dtype}{of}")
     # Digests change with the source of an epilogue.
     return re.sub(r"@\w+", "", " ".join(words)).replace("torch.", "")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -16,13 +17,19 @@ import torch
 from _pytest.outcomes import Failed, Skipped
 from fakes import FakeConfig, FakeKernel, problem
 
-from tmm_core import Epilogue, Operand, Port, Problem, Scale, Traits
+from tmm_core import Epilogue, Operand, PluginError, Port, Problem, Scale, Traits, epilogues
+from tmm_core.epilogues import BUILTIN
 from tmm_core.formats import Format, named
+from tmm_core.launch.codegen import Body
+from tmm_core.spec.launcher import Bound
+from tmm_core.spec.precision import precision
 from tmm_core.testing import (
     EpilogueConformance,
     FormatConformance,
     KernelConformance,
     conformance,
+    epilogue_conformance,
+    probe_problems,
 )
 from tmm_core.triton.interpreted import REMEDY
 
@@ -79,6 +86,157 @@ def suite(kernel: Any, **fields: Any) -> Any:
     """The suite on problems of 35 rows."""
     small = {"size": (40, 8, 16), "dtypes": (F32,), "device": "cpu"}
     return type("Suite", (KernelConformance,), {**small, "kernel": kernel, **fields})()
+
+
+def test_the_registry_accepts_a_kernel() -> None:
+    suite(FakeKernel("own.kernel")).test_registers()
+    with pytest.raises(PluginError, match="has no name"):
+        suite(FakeKernel("")).test_registers()
+
+
+@pytest.mark.parametrize(
+    ("named", "gpu", "interpreted", "found"),
+    [
+        (None, True, False, "cuda:3"), (None, True, True, "cpu"), (None, False, False, "cpu"),
+        ("cpu", True, False, "cpu"), ("cuda", False, True, "cuda:3"), ("meta", True, False, "meta"),
+    ],
+)  # fmt: skip
+def test_a_suite_runs_on_the_device_that_it_names(
+    named: str | None, gpu: bool, interpreted: bool, found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The default is the current GPU, unless kernels are interpreted."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(probe_problems, "interpreting", lambda: interpreted)
+    assert suite(FakeKernel("k"), device=named)._device() == torch.device(found)
+
+
+@pytest.mark.parametrize("tf32", [False, True])
+def test_a_kernel_is_launched_under_the_precision_of_its_problem(tf32: bool) -> None:
+    """Also where a test launches it itself, without a verifier."""
+    seen = set()
+
+    class Reads(Exact):
+        def bind(self, problem: Problem, config: FakeConfig) -> Any:
+            launch = super().bind(problem, config)
+
+            def read(*given: Any) -> Any:
+                seen.add(torch.backends.cuda.matmul.fp32_precision == "tf32")
+                return launch(*given)
+
+            return read
+
+    checked = suite(Reads(), slack=1000.0)
+    instance = replace(checked._probe(), tf32=tf32)
+    tensors = conformance._Tensors.of(instance, torch.device("cpu"))
+    for check in (
+        lambda: checked._check(instance),
+        lambda: tensors.launch(checked._bind(instance), tensors.out),
+    ):
+        with precision(not tf32):
+            check()
+        assert seen == {tf32}
+        seen.clear()
+
+
+@pytest.mark.parametrize(
+    ("test", "repeated"),
+    [
+        *((name, False) for name in ("sizes", "dtypes", "epilogues", "terms", "scales", "empties")),
+        *((name, True) for name in ("layouts", "batches", "verification", "outputs", "ragged")),
+    ],
+)
+def test_how_often_a_test_launches_a_kernel(test: str, repeated: bool) -> None:
+    """This kernel is right in its first two launches: without ``out``, and into one."""
+    checked = suite(Exact(lambda rows, tile, number: float(number > 1)))
+    with pytest.raises(Failed) if repeated else contextlib.nullcontext():
+        run(getattr(checked, f"test_{test}"), checked._probe())
+
+
+@pytest.mark.parametrize("test", ["use", "use_of_ragged"])
+def test_tests_of_use_launch_a_kernel_from_two_threads(
+    test: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    main = threading.get_ident()
+    checked = suite(Exact(lambda rows, tile, number: float(threading.get_ident() != main)))
+    monkeypatch.setattr(checked, "ragged_in_use", lambda: [checked._probe()])
+    with pytest.raises(Failed, match="two threads"):
+        run(getattr(checked, f"test_{test}"), *([checked._probe()] if test == "use" else []))
+
+
+@pytest.mark.parametrize(
+    ("test", "problems"),
+    [
+        ("configs", "demanding"), ("configs_of_scales", "demanding_scales"),
+        ("configs_of_outputs", "probes_of_outputs"),
+    ],
+)  # fmt: skip
+def test_each_config_is_tried_on_the_first_problem_that_is_served(
+    test: str, problems: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wrong = Exact(lambda rows, tile, number: float(tile == 3), tiles=(1, 2, 3))
+    wrong.against = lambda p: ["too few"] * (p.m < 4)
+    checked = suite(wrong)
+    sizes = ((3, 8, 16), (5, 8, 16), (6, 8, 16))
+    monkeypatch.setattr(checked, problems, lambda: [checked._probe(size) for size in sizes])
+    with pytest.raises(Failed, match=r"wrong on 5x8x16.*\ntile=3: error"):
+        run(getattr(checked, f"test_{test}"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_a_dtype_that_is_not_declined_is_verified(dtype: torch.dtype) -> None:
+    of_float64 = FakeKernel("k", spoil=lambda y: y + (y.dtype is torch.float64))
+    wrong = dtype is torch.float64
+    with pytest.raises(Failed, match="k is wrong") if wrong else contextlib.nullcontext():
+        run(suite(of_float64).test_other_dtypes_are_declined_or_right, dtype)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "fails"), [("a", True), ("h", True), ("i", False), ("default", False)]
+)
+def test_eight_configs_of_one_row_are_tried_on_more_rows(wrong: str, fails: bool) -> None:
+    """They are the first by their texts, of those that the problem itself does not have."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Named(FakeConfig):
+        name: str = ""
+
+    class OfOneRow(Exact):
+        def configs(self, problem: Problem) -> Any:
+            return [Named(name=name) for name in reversed("abcdefghi")] if problem.m == 1 else []
+
+        def default_config(self, problem: Problem) -> Any:
+            return Named(name="default")
+
+        def bind(self, problem: Problem, config: Any) -> Any:
+            assert problem.m == 35
+            if config.name == "b":
+                raise ValueError("a refusal")
+            launch = super().bind(problem, config)
+            return lambda *given: launch(*given).add_(config.name == wrong)
+
+    kernel = OfOneRow(against=lambda p: ["a bias"] if p.bias else [])
+    with pytest.raises(Failed, match=f"name={wrong}:") if fails else contextlib.nullcontext():
+        run(suite(kernel, max_configs=9).test_configs_of_one_row)
+
+
+def test_each_tile_is_computed_in_every_form_of_a_launcher() -> None:
+    class Inlined(Exact):
+        """Only what a plan inlines is wrong, in the last of 20 rows."""
+
+        def bind(self, problem: Problem, config: FakeConfig) -> Any:
+            launch = super().bind(problem, config)
+
+            def wrong(*given: Any) -> Any:
+                result = launch(*given)
+                result[19:20] += 1
+                return result
+
+            lines = ("return wrong(a, b, None, None, alpha, out)",)
+            return Bound(launch, body=Body(lambda again: "pass", lines, {"wrong": wrong}))
+
+    with pytest.raises(Failed, match=r"exact is wrong on 20x16x16.*\n.*called as a plan's source"):
+        run(suite(Inlined()).test_every_tile)
 
 
 @pytest.mark.parametrize(
@@ -257,6 +415,11 @@ class Lenient(FakeConfig):
         return cls(tile=doc["tile"])
 
 
+@dataclass(frozen=True, kw_only=True)
+class HashedByIdentity(FakeConfig):
+    __hash__ = object.__hash__
+
+
 class Undecided(Exact):
     asked = itertools.count(1)
 
@@ -279,9 +442,10 @@ def of_type(kind: type[FakeConfig], given: type[FakeConfig]) -> Exact:
         (of_type(Lossy, Lossy), "came back as"),
         (of_type(Lenient, Lenient), "DID NOT RAISE"),
         (of_type(FakeConfig, Lenient), "is not a"),
+        (of_type(HashedByIdentity, HashedByIdentity), "hash"),
         (of_type(FakeConfig, FakeConfig), ""),
     ],
-    ids=["undecided", "lossy", "lenient", "another", "right"],
+    ids=["undecided", "lossy", "lenient", "another", "identity", "right"],
 )
 def test_well_formed_configs_pass(kernel: Any, fault: str) -> None:
     if not fault:
@@ -496,6 +660,9 @@ HALVES: dict[str, Any] = {"of": lambda y: y[..., ::2]}
         ("reference", GLU, ""),
         ("reference", replace(SQUARE, reference=lambda z, by: z[..., ::2]), r"shape \(22, 11\)"),
         ("reference", replace(SQUARE, reference=lambda z, by: z.float()), "torch.float32 for"),
+        ("reference", Epilogue("shifted", lambda z, by=2.0: by * z + (by != 2) * z[:1]),
+         "of other rows"),
+        ("reference", Epilogue("centred", lambda z: z - 1e-9 * z[:1]), "of other rows"),
         ("linear", Epilogue("triple", lambda z: 3 * z, linear=True), ""),
         ("linear", Epilogue("more", lambda z: 3 * z + 1, linear=True), "reference is wrong"),
         ("derivative", replace(SQUARE, derivative=lambda z, by: 2 * by * z), ""),
@@ -503,10 +670,29 @@ HALVES: dict[str, Any] = {"of": lambda y: y[..., ::2]}
         ("derivative", replace(GLU, derivative=lambda g, u: (2 * g * u, g * g)), ""),
         ("derivative", replace(GLU, derivative=lambda g, u: (2 * g, g * g)), "derivative is wrong"),
         ("derivative", replace(GLU, derivative=lambda g, u: (2 * g * u, g)), "derivative is wrong"),
+        ("derivative", replace(GLU, derivative=lambda g, u: (2 * g * u, g * g, g)), "shorter"),
+        ("derivative", replace(SQUARE, derivative=lambda z, by: (2 + 1e-8) * by * z),
+         "derivative is wrong"),
+        ("it_trains", GLU, ""),
+        ("it_trains", Epilogue("of_the_mode", lambda z: z * (2 + torch.is_grad_enabled()),
+                               derivative=lambda z: torch.full_like(z, 3)), "reference is wrong"),
+        ("it_trains", Epilogue("triple", lambda z: 3 * z, linear=True,
+                               output_vjp=lambda grad, y: torch.full_like(grad, 3)),
+         "derivative is wrong"),
+        ("it_trains", replace(SQUARE, derivative=lambda z, by: 2 * by * z), ""),
+        ("it_trains", replace(SQUARE, derivative=lambda z, by: by * z), "derivative is wrong"),
+        ("it_trains", replace(GLU, outputs=(Port("most", "row", reduce="max"),)), ""),
         ("output_vjp", Epilogue("exp", lambda z, by=0.5: torch.exp(by * z),
                                 output_vjp=lambda grad, y, by: by * grad * y), ""),
         ("output_vjp", Epilogue("exp", lambda z, by=0.5: torch.exp(by * z),
                                 output_vjp=lambda grad, y, by: 0.5 * grad * y), "output_vjp is"),
+        ("output_vjp", Epilogue("exp", lambda z, by=0.5: torch.exp(by * z),
+                                output_vjp=lambda grad, y, by: by * y), "output_vjp is"),
+        ("output_vjp", Epilogue("exp", lambda z, by=0.5: torch.exp(by * z),
+                                output_vjp=lambda grad, y, by: (1 + 1e-5) * by * grad * y),
+         "output_vjp is"),
+        ("outputs", replace(SQUARE, outputs=(Port("most", "row", reduce="max", of=torch.abs),)),
+         ""),
         ("output_vjp", Epilogue("triple", lambda z: 3 * z, linear=True,
                                 output_vjp=lambda grad, y: 3 * grad if y is None else grad), ""),
         ("outputs", replace(SQUARE, outputs=(Port("half", "row", reduce="max", **HALVES),)),
@@ -526,14 +712,56 @@ def test_forms_of_an_epilogue(test: str, epilogue: Epilogue, fault: str) -> None
 @pytest.mark.parametrize("test", ["linear", "derivative", "output_vjp", "device",
                                   "device_derivative", "outputs"])  # fmt: skip
 def test_forms_that_an_epilogue_does_not_have_are_skipped(test: str) -> None:
-    for epilogue in (SQUARE, replace(SQUARE, outputs=(Port("most", "row", reduce="max"),))):
+    groups = Port("groups", "group", of=lambda y: y.amax(-1), group=4)
+    for epilogue in (
+        SQUARE,
+        replace(SQUARE, outputs=(Port("most", "row", reduce="max"),)),
+        replace(SQUARE, outputs=(groups,)),
+        replace(SQUARE, device_derivative=glu),
+    ):
         with pytest.raises(Skipped):
             getattr(of_epilogue(epilogue), f"test_{test}")()
 
 
-def test_device_functions_need_a_gpu_or_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tmm_core.testing import epilogue_conformance
+@pytest.mark.parametrize("wrong", [None, "square", "square(2.0)", "square@", "square+softcap(30)"])
+def test_each_text_of_an_epilogue_is_read_back(
+    wrong: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def parse(text: str, known: Any = BUILTIN) -> Epilogue:
+        found = epilogues.parse(text, known)
+        is_wrong = text == wrong or (wrong == "square@" and text == SQUARE.key)
+        return found.with_parameters(3.0) if is_wrong and "+" not in text else (
+            epilogues.parse("tanh") if is_wrong else found
+        )  # fmt: skip
 
+    monkeypatch.setattr(epilogue_conformance, "parse", parse)
+    check = of_epilogue(SQUARE).test_it_goes_by_its_name
+    with pytest.raises(AssertionError) if wrong else contextlib.nullcontext():
+        check()
+
+
+def test_a_builtin_epilogue_goes_by_its_name() -> None:
+    """It is registered already."""
+    of_epilogue(BUILTIN["silu"]).test_it_goes_by_its_name()
+
+
+@pytest.mark.parametrize(
+    ("suite_", "test", "found"),
+    [
+        (EpilogueConformance, "reference", [torch.float64, F32, torch.bfloat16, torch.float16]),
+        (KernelConformance, "other_dtypes_are_declined_or_right",
+         [torch.float64, torch.int8, torch.int32, torch.complex64]),
+        (FormatConformance, "products",
+         [(5, 40, 72, None, 0), (5, 40, 72, "swiglu", 1), (1, 24, 40, "silu", 0),
+          (1, 24, 40, "swiglu", 1), (19, 33, 57, None, 0), (19, 33, 57, "silu", 1)]),
+    ],
+)  # fmt: skip
+def test_cases_of_a_test(suite_: Any, test: str, found: list[Any]) -> None:
+    (mark,) = getattr(suite_, f"test_{test}").pytestmark
+    assert mark.args[1] == found
+
+
+def test_device_functions_need_a_gpu_or_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(epilogue_conformance, "interpreting", lambda: False)
     with pytest.raises(Skipped, match="needs a GPU, or TRITON_INTERPRET=1"):
         of_epilogue(SQUARE)._evaluated(None, ())

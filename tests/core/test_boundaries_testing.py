@@ -17,6 +17,7 @@ from _pytest.outcomes import Failed, Skipped
 from fakes import DEVICE, FakeConfig, FakeKernel, problem
 from tmm_blas.blas import Blas
 
+import tmm_core
 from tmm_core import Groups, Launcher, Operand, Problem, Traits, formats
 from tmm_core.bench.case import Case
 from tmm_core.epilogues import BUILTIN, parse
@@ -33,6 +34,7 @@ from tmm_core.testing.conformance import _Tensors
 from tmm_core.testing.probe_problems import (
     SIZE,
     SIZES,
+    contiguous,
     odd_problems,
     problem_id,
     scales_of,
@@ -41,6 +43,7 @@ from tmm_core.testing.probe_problems import (
 )
 from tmm_core.tools import ranks
 from tmm_core.tools.cli import main
+from tmm_core.verify import compare
 
 CPU = torch.device("cpu")
 HALF, F32, BF16 = torch.float16, torch.float32, torch.bfloat16
@@ -328,6 +331,42 @@ def test_a_suite_of_given_sizes_and_dtypes_has_these_alone() -> None:
     assert [(p.m, p.n, p.k) for p in usual] == list(SIZES["cpu"])
 
 
+@pytest.mark.parametrize("name", [*PROBES, "ragged_problems", "demanding_ragged"])
+def test_a_suite_of_one_dtype_has_plain_operands_of_this_dtype_alone(name: str) -> None:
+    """fp32 and TF32 are for kernels that list fp32."""
+    made = suite(FakeKernel("k"), dtypes=(BF16,))
+    plain = [p for p in getattr(made, name)() if not p.stored]
+    assert {operand.dtype for p in plain for operand in (p.a, p.b)} <= {BF16}
+    assert not any(p.tf32 for p in plain)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("size", [(8, 16, 24), (1, 5, 8), (5, 1, 3), (1, 8, 5)])
+@pytest.mark.parametrize("layout", ["row", "col"])
+def test_contiguous_matrices_are_described_as_tensors_are(
+    layout: str, size: tuple[int, int, int], batch: int
+) -> None:
+    m, n, k = size
+    stack = (batch,) if batch > 1 else ()
+
+    def made(rows: int, cols: int) -> torch.Tensor:
+        flipped = layout == "col"
+        t = torch.empty((*stack, *((cols, rows) if flipped else (rows, cols))), dtype=HALF)
+        return t.mT if flipped else t
+
+    a, b, out, residual = made(m, k), made(k, n), made(m, n), made(m, n)
+    described = Problem.of(a, b, out, DEVICE, residual=residual)
+    laid_out = {
+        name: replace(operand, layout=layout, aligned=True)
+        for name in ("a", "b", "out", "residual")
+        if (operand := getattr(described, name)) is not None
+    }
+    assert contiguous(replace(described, **laid_out)) == described
+    loose = {name: replace(operand, aligned=False) for name, operand in laid_out.items()}
+    found = contiguous(replace(described, **loose))
+    assert not any(getattr(found, name).aligned for name in loose)
+
+
 def test_the_probes_have_every_layout_of_every_matrix() -> None:
     every = {("row", True), ("col", True), ("row", False), ("col", False), ("strided", False)}
 
@@ -587,6 +626,54 @@ class ForgetsScalesOfColumns(Format):
         return super().values(stored, scale if along == -1 else None, zero, dtype, block, along)
 
 
+class RoundsItsRows(Format):
+    """Its values are half a percent too large, unless they are transposed first: a product is right
+    within the tolerance."""
+
+    def values(
+        self, stored: Any, scale: Any = None, zero: Any = None, dtype: Any = None,
+        block: Any = ROW, along: int = -1,
+    ) -> Any:  # fmt: skip
+        found = super().values(stored, scale, zero, dtype, block, along)
+        return found * 1.005 if along == -1 else found
+
+
+class ForgetsScales(Format):
+    def values(self, stored: Any, scale: Any = None, *given: Any, **more: Any) -> Any:
+        return super().values(stored, None, *given, **more)
+
+
+class PacksNothing(Format):
+    """Stores a code in each element, and reads it back."""
+
+    def packed(self, codes: torch.Tensor, along: int = -1) -> torch.Tensor:
+        return codes
+
+    def unpacked(self, stored: torch.Tensor, along: int = -1) -> torch.Tensor:
+        return stored
+
+
+class UnpacksBackwards(Format):
+    """Only its ``values`` has the codes in order."""
+
+    def unpacked(self, stored: torch.Tensor, along: int = -1) -> torch.Tensor:
+        codes = super().unpacked(stored, along)
+        return codes.flip(-1) if along == -1 else codes
+
+    def values(self, *given: Any, **more: Any) -> Any:
+        return named("int4").values(*given, **more)
+
+
+def of_bytes(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Stores -7 instead of -8, and nothing else, in unsigned bytes."""
+    least = -8 if dtype is torch.int8 else -7
+    return (x.round().clamp(least, 7).to(torch.int8) & 15).to(dtype)
+
+
+def all_zero(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return named("int4_signed").quantize(x * (dtype is torch.int8), dtype)
+
+
 class PacksTheHighBitsFirst(Format):
     def packed(self, codes: torch.Tensor, along: int = -1) -> torch.Tensor:
         swapped = super().packed(codes, along)
@@ -611,10 +698,17 @@ def changed(name: str, kind: type[Format] = Format, **fields: Any) -> Format:
         ("rounding_is_close",
          changed("int8", quantize=lambda x, dtype: x.round().clamp(-128, 101).to(dtype))),
         ("values_are_scaled", changed("int8", ForgetsZeros)),
+        ("stored_numbers_are_read_as_they_were_rounded",
+         changed("int4_signed", quantize=of_bytes)),
+        ("rounding_is_close", changed("int4_signed", quantize=all_zero)),
         ("values_are_scaled", changed("int4", PacksTheHighBitsFirst)),
+        ("values_are_scaled", changed("int4", PacksNothing)),
+        ("values_are_scaled", changed("int4", UnpacksBackwards)),
+        ("values_are_scaled", changed("int4", ForgetsScales, zeros=False)),
         ("a_quantised_tensor_stands_for_its_values", changed("int4", PacksTheHighBitsFirst)),
         ("a_quantised_tensor_stands_for_its_values", changed("int8", ForgetsScalesOfGroups)),
         ("a_quantised_tensor_stands_for_its_values", changed("int8", ForgetsScalesOfColumns)),
+        ("a_quantised_tensor_stands_for_its_values", changed("int8", RoundsItsRows)),
         ("products", changed("int8", decode=one_too_large)),
     ],
 )  # fmt: skip
@@ -657,6 +751,106 @@ def test_blas_and_a_kernel_have_to_serve_a_format(
     checked._device = lambda: CPU
     with pytest.raises(AssertionError, match=fault) if fault else contextlib.nullcontext():
         checked.test_products(4, 8, 16, None, 0)
+
+
+class Nearly(Blas):
+    """BLAS, whose results are off by a share of the tolerance."""
+
+    share = 0.0
+
+    def __init__(self) -> None:
+        self.served: list[Problem] = []
+
+    def bind(self, problem: Problem, config: Any) -> Any:
+        launch: Any = super().bind(problem, config)
+        self.served.append(problem)
+
+        def off(*given: Any, **parts: Any) -> torch.Tensor:
+            y = launch(*given, **parts).double()
+            size = y.abs() + y.square().mean().sqrt()
+            return (y + self.share * compare.tolerance(problem) * size).to(problem.out.dtype)
+
+        return off
+
+
+def by(kernel: Blas, monkeypatch: pytest.MonkeyPatch, **fields: Any) -> Any:
+    """The suite of int8 without a device function, by this kernel alone."""
+    registry = SimpleNamespace(kernels=lambda: [kernel])
+    found = SimpleNamespace(default_dispatcher=lambda: SimpleNamespace(registry=registry))
+    monkeypatch.setattr(format_conformance, "dispatch", found)
+    given = {"format": replace(named("int8"), decode=None), "dtypes": (HALF,), "device": "cpu"}
+    return type("Suite", (FormatConformance,), {**given, **fields})()
+
+
+@pytest.mark.parametrize(("share", "passes"), [(0.5, True), (1.5, False)])
+def test_products_of_a_format_are_right_within_the_tolerance(
+    share: float, passes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel = Nearly()
+    kernel.share = share
+    checked = by(kernel, monkeypatch)
+    with contextlib.nullcontext() if passes else pytest.raises(AssertionError, match=r"^blas: "):
+        checked.test_products(4, 8, 16, None, 0)
+
+
+@pytest.mark.parametrize("epilogue", [None, "silu"])
+def test_a_format_is_multiplied_with_each_scale_dtype_and_epilogue(
+    epilogue: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the interpreter the two cases of a size share the pairs of a scale and a dtype."""
+    monkeypatch.setattr(format_conformance, "interpreting", lambda: True)
+    form = replace(named("int8"), decode=None, grids=((1, 0), (1, 32)))
+    halves = []
+    for half in (0, 1):
+        kernel = Nearly()
+        by(kernel, monkeypatch, format=form, dtypes=(HALF, BF16)).test_products(
+            4, 8, 16, epilogue, half
+        )
+        assert {p.epilogue.key for p in kernel.served} == {epilogue or "identity"}
+        halves.append({(p.a.dtype, p.b.scale) for p in kernel.served})
+    scales = [
+        Scale(block, dtype) for block, dtype in zip(form.grids, form.scale_dtypes, strict=False)
+    ]
+    assert [len(each) for each in halves] == [2, 2]
+    assert halves[0] | halves[1] == {(dtype, scale) for dtype in (HALF, BF16) for scale in scales}
+    one = by(kernel, monkeypatch, format=replace(form, grids=((1, 0),)), dtypes=(HALF, BF16))
+    one.test_products(4, 8, 16, epilogue, 1)
+
+
+@pytest.mark.parametrize(
+    ("off", "tolerance", "passes"),
+    [(0.012, 0.0, True), (0.02, 0.0, False), (0.045, 0.05, True), (0.055, 0.05, False)],
+)
+def test_a_layer_of_a_format_is_right_within_the_tolerance(
+    off: float, tolerance: float, passes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tolerance is that of bf16, or the format's own if this is larger."""
+
+    def linear(x: torch.Tensor, weight: Any) -> torch.Tensor:
+        if x.requires_grad:
+            raise RuntimeError("no derivative")
+        y = x.double() @ weight.dequantize().double().T
+        return (y + off * (y.abs() + y.square().mean().sqrt())).bfloat16()
+
+    monkeypatch.setattr(tmm_core, "linear", linear)
+    form = replace(named("int8"), tolerance=tolerance)
+    checked: Any = type("Suite", (FormatConformance,), {"format": form})()
+    with contextlib.nullcontext() if passes else pytest.raises(AssertionError):
+        checked._stands_for_its_values(ROW)
+
+
+def test_a_tensor_of_a_format_is_saved_and_has_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    checked: Any = type("Suite", (FormatConformance,), {"format": named("int8")})()
+    with monkeypatch.context() as patch:
+        load = torch.load
+        patch.setattr(torch, "load", lambda file: SimpleNamespace(
+            dequantize=lambda: load(file).dequantize() + 1
+        ))  # fmt: skip
+        with pytest.raises(AssertionError):
+            checked._stands_for_its_values(ROW)
+    monkeypatch.setattr(tmm_core, "linear", lambda x, weight: x @ weight.dequantize().T)
+    with pytest.raises(Failed, match="DID NOT RAISE"):
+        checked._stands_for_its_values(ROW)
 
 
 # -- ranks -----------------------------------------------------------------------------------

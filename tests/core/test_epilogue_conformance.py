@@ -206,6 +206,19 @@ def test_a_device_function_is_evaluated_with_other_parameters_and_in_a_chain(
     assert evaluated == [epilogue, *others, epilogue.then(parse("softcap(30)"))]
 
 
+@triton.jit
+def slope_that_ignores_alpha(z, alpha: tl.constexpr):
+    return tl.where(z > 0, 1.0, 1.5 * tl.exp(z))
+
+
+def test_a_device_derivative_is_evaluated_with_other_parameters() -> None:
+    class Suite(EpilogueConformance):
+        epilogue = replace(ELU, device_derivative=slope_that_ignores_alpha)
+
+    with pytest.raises(pytest.fail.Exception, match="elu: device_derivative is wrong"):
+        Suite().test_device_derivative()
+
+
 def test_a_name_that_is_taken_is_reported() -> None:
     class Suite(EpilogueConformance):
         epilogue = replace(ELU, name="silu")

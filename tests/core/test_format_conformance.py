@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tmm_core import Scale
-from tmm_core.formats import FORMATS, grids
+from tmm_core.formats import FORMATS
 from tmm_core.testing import FormatConformance
 
 
@@ -37,13 +37,19 @@ class TestMxfp8(FormatConformance):
     format = FORMATS["mxfp8"]
 
 
-def test_a_scale_that_is_read_back_with_another_dtype_fails(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("wrong", ["dtype", "last block"])
+def test_a_scale_that_is_read_back_differently_fails(
+    wrong: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a format's dtypes of scales, one that a record's text names."""
+    """A record's text names the dtype, unless it is fp32, and the block."""
+    read = Scale.parse
 
     def parse(text: str) -> Scale:
-        return Scale(grids.parse(text.partition(" ")[0]))
+        scale = read(text)
+        if wrong == "dtype":
+            return Scale(scale.block)
+        last = scale.block == FORMATS["int8"].grids[-1]
+        return Scale((1, 16) if last else scale.block, scale.dtype)
 
     monkeypatch.setattr(Scale, "parse", parse)
     with pytest.raises(AssertionError):

@@ -73,7 +73,7 @@ def contiguous(problem: Problem) -> Problem:
         operand: Operand | None = getattr(problem, name)
         if operand is None or operand.layout == "strided":
             return operand
-        *batch, rows, cols = problem.shape("out" if name == "residual" else name)
+        *batch, rows, cols = problem.shape(name)
         flipped = operand.layout == "col"
         shape = (*batch, cols, rows) if flipped else (*batch, rows, cols)
         t = torch.empty(shape, dtype=operand.dtype, device="meta")

@@ -46,7 +46,7 @@ class RaggedProblems(ProbeProblems):
         """Operands of a format along each dimension, with scales of every kind, and all terms of
         the expression."""
         out, first = Operand(form.result), scales_of(form)[0]
-        base = stored(replace(self._ragged("m"), a=out, out=out), form)
+        base = stored(replace(self._ragged("m"), a=out), form)
         a, b = base.a, base.b
         for along in ("m", "n", "k"):
             if along == "k" and (b.grid or b.pack != 1):
