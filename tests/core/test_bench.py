@@ -106,23 +106,6 @@ def test_suites_are_narrowed_by_dtype_and_limit() -> None:
     assert {task.suite for task in everything} == set(suites.shipped())
 
 
-@pytest.mark.parametrize(
-    "suite",
-    [
-        {"shapes": [[1, 2, 3]]},
-        {"shapes": [[1, 2]], "dtypes": ["float32"]},
-        {"shapes": [[1, 2, 3, 4, 5]], "dtypes": ["float32"]},
-        {"shapes": [[1, 2, 3]], "dtypes": ["float31"]},
-        {"shapes": [[1, 2, 3]], "dtypes": ["float32"], "layout": "nx"},
-        {"shapes": [[1, 2, 3]], "dtypes": ["float32"], "precision": "tf33"},
-        ["no", "suite"],
-    ],
-)
-def test_an_invalid_suite_is_refused(suite: Any) -> None:
-    with pytest.raises(ValueError):
-        suites.read({"mine": suite})
-
-
 # -- providers ---------------------------------------------------------------------------
 
 CASES = [
@@ -645,29 +628,27 @@ def test_no_column_always_follows_another() -> None:
     assert len(set(rounds)) > 12
 
 
-def test_a_suite_may_include_others() -> None:
+def test_a_suite_may_include_others(monkeypatch: pytest.MonkeyPatch) -> None:
     document = {
         "few": {"dtypes": ["float32"], "shapes": [[1, 2, 3], [4, 5, 6]]},
         "one": {"dtypes": ["float32"], "shapes": [[7, 8, 9]]},
         "both": {"like": ["few", "one"], "batch_invariant": True},
     }
-    tasks = suites.read(document)
+    monkeypatch.setattr(suites, "shipped", lambda: document)
+    tasks = suites.select(["all"])
     assert [task.case for task in tasks[:3]] == [task.case for task in tasks[3:]]
     assert [task.batch_invariant for task in tasks] == [False] * 3 + [True] * 3
-    with pytest.raises(ValueError, match="suite 'x': lacks 'nothing'"):
-        suites.read({"x": {"like": "nothing"}})
+    assert [task.suite for task in tasks] == ["few", "few", "one"] + ["both"] * 3
 
 
 def test_weights_are_multiplied_by_every_number_of_rows() -> None:
-    document = {"x": {"dtypes": ["float32"], "weights": [[2, 3], [4, 5]], "rows": [1, 7]}}
-    sizes = [(t.case.m, t.case.n, t.case.k) for t in suites.read(document)]
+    suite = {"dtypes": ["float32"], "weights": [[2, 3], [4, 5]], "rows": [1, 7]}
+    sizes = [(t.case.m, t.case.n, t.case.k) for t in suites.expand("x", suite)]
     assert sizes == [(1, 2, 3), (7, 2, 3), (1, 4, 5), (7, 4, 5)]
     tasks = suites.select(["batch_invariant"])
     assert all(task.batch_invariant for task in tasks)
     assert len({(task.case.n, task.case.k) for task in tasks}) == 12
     assert (min(t.case.m for t in tasks), max(t.case.m for t in tasks)) == (1, 8192)
-    with pytest.raises(ValueError, match="suite 'x': lacks 'rows'"):
-        suites.read({"x": {"dtypes": ["float32"], "weights": [[2, 3]]}})
 
 
 def small_problems(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -136,33 +136,6 @@ SUITE = {"shapes": [[4, 6, 8]], "dtypes": "fp32"}
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"layout": "nx"}, "unknown 'nx'"),
-        ({"precision": "tf64"}, "unknown 'tf64'"),
-        ({"scales": "column"}, "unknown 'column'"),
-        ({"ragged": "b"}, "unknown 'b'"),
-        ({"routing": "odd"}, "unknown 'odd'"),
-        ({"layout": "z", "routing": "a"}, "unknown 'a', 'z'"),
-        ({"shapes": [[4, 6]]}, r"shapes are \[M, N, K\] or \[B, M, N, K\]"),
-        ({"shapes": [[1, 2, 3, 4, 5]]}, r"shapes are \[M, N, K\] or \[B, M, N, K\]"),
-        ({"experts": [[2, 4]], "rows": [8]}, r"experts are \[groups, N, K\]"),
-        ({"dtypes": 3}, "TypeError"),
-        ({"shapes": 3}, "TypeError"),
-    ],
-)
-def test_a_suite_of_another_form_is_refused_by_name(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=f"^suite 'x': .*{message}"):
-        suites.expand("x", SUITE | changes)
-    for missing in ("shapes", "dtypes"):
-        with pytest.raises(ValueError, match=f"suite 'x': lacks '{missing}'"):
-            suites.expand("x", {name: v for name, v in SUITE.items() if name != missing})
-    for other in (1, "shapes", [SUITE]):
-        with pytest.raises(ValueError, match=r"^suite 'x': found .*, accepted is a JSON object"):
-            suites.read({"x": other})
-
-
-@pytest.mark.parametrize(
     ("changes", "cases"),
     [
         ({}, [{}]),
@@ -195,12 +168,6 @@ def test_a_suite_is_every_combination(changes: dict[str, Any], cases: list[dict[
 
 
 def test_suites_by_name() -> None:
-    document = {"_note": 1, "a": SUITE, "b": {"like": ["a"], "batch_invariant": True}}
-    a, b = suites.read(document)
-    assert (a.suite, a.batch_invariant, b.suite, b.batch_invariant) == ("a", False, "b", True)
-    assert a.case == b.case
-    with pytest.raises(ValueError, match="suites must be a JSON object by name, got list"):
-        suites.read([])
     with pytest.raises(ValueError, match="unknown suite nope, zero; there are all, "):
         suites.select(["zero", "square", "nope"])
     assert len(suites.select(["square", "square"], limit=2)) == 2

@@ -472,25 +472,6 @@ def test_a_tuning_is_reported_in_one_line(changes: dict[str, Any], line: str) ->
     assert tune._line(outcome | changes) == line
 
 
-@pytest.mark.parametrize("text", ["1", '"x"', "[1]", "[[]]", "{", "[{}, 2]"])
-def test_a_file_of_no_problems_is_refused_by_its_name(tmp_path: Path, text: str) -> None:
-    file = tmp_path / "file.json"
-    file.write_text(text)
-    with pytest.raises(UsageError, match=f"^{file}: "):
-        tune._of_file(file, torch.device("cpu"))
-
-
-def test_a_file_has_problems_or_entries_that_hold_them(tmp_path: Path) -> None:
-    instance = problem(m=32, n=64, k=16).to_json()
-    file = tmp_path / "file.json"
-    file.write_text(json.dumps([instance, {"problem": instance | {"tf32": True}, "count": 3}]))
-    found = tune._of_file(file, torch.device("cpu"))
-    assert [(each.name, each.tf32) for each in found] == [
-        ("32x64x16 float32 row x row", False),
-        ("32x64x16 float32 row x row", True),
-    ]
-
-
 # -- the toolchain ---------------------------------------------------------------------------------
 
 

@@ -229,7 +229,6 @@ def test_a_plugins_epilogue_works_in_every_command(
         (["bench", "--quick", "--scales", "row", *CPU], "--scales: on which problems?"),
         (["bench", "--quick", "--dtype", "fp16", *CPU], "--quick chooses its problems"),
         (["bench", "--regret", "0", *CPU], "accepted is a whole number above 0"),
-        (["tune", "--file", "/nowhere.json", *CPU], "/nowhere.json"),
         (["bench", "--resume", *CPU], "--resume needs --output"),
         (["bench", "--limit", "0", *CPU], "found 0, accepted is a whole number above 0"),
         (["bench", "--from", "/nowhere.jsonl"], "/nowhere.jsonl"),
@@ -305,26 +304,23 @@ def test_tune_compiles_for_the_next_problem_ahead(monkeypatch: pytest.MonkeyPatc
 
 
 def test_one_failing_problem_costs_the_status_and_no_other_problem(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     good = tmm_core.problem(torch.empty(16, 16), torch.empty(16, 16)).to_json()
-    # As `tmm misses --json` prints them, and as records hold them.
-    problems = [{"problem": {**good, "epilogue": "silo"}, "count": 1}, {**good, "m": 24}]
-    file = tmp_path / "problems.json"
-    file.write_text(json.dumps(problems))
-    assert main(["tune", "--file", str(file), *CPU]) == 1
+    store, here = dispatch.default_dispatcher().store, fingerprint(torch.device("cpu"))
+    for changes in ({"epilogue": "silo"}, {"m": 24}):
+        store.log_miss(here.gpu, here.environment, {**good, **changes})
+    assert main(["tune", "--misses", *CPU]) == 1
     first, second = unfolded(capsys.readouterr().out)
     assert first.startswith("[1/2] 16x16x16 float32 row x row silo  failed: UnknownNameError")
     assert second.startswith("[2/2] 24×16×16 float32 nn  blas")
     assert [record.problem["m"] for record in records()] == [24]
 
 
-def test_tune_reads_suites_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "suites.json"
-    suite = {"dtypes": ["float32"], "layout": "nt", "shapes": [[8, 16, 32], [2, 8, 8, 8]]}
-    scaled = {"dtypes": ["e4m3"], "layout": "nt", "scales": "row", "shapes": [[16, 16, 16]]}
-    file.write_text(json.dumps({"_doc": "mine", "mine": suite, "scaled": scaled}))
-    assert main(["tune", "--file", str(file), *CPU]) == 0
+def test_tune_measures_problems_of_each_kind(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["tune", "8x16x32", "2x8x8x8", "--dtype", "fp32", "--layout", "nt", *CPU]) == 0
+    scaled = ("--dtype", "e4m3", "--layout", "nt", "--scales", "row")
+    assert main(["tune", "16x16x16", *scaled, *CPU]) == 0
     out = capsys.readouterr().out
     assert "8×16×32 float32 nt" in out
     assert "2×8×8×8 float32 nt" in out
@@ -334,22 +330,6 @@ def test_tune_reads_suites_from_a_file(tmp_path: Path, capsys: pytest.CaptureFix
     assert [(doc["m"], doc["a"]["scale"], doc["b"]["scale"]) for doc in kept] == [
         (16, "row", "row")
     ]
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["[" * 100_000, '{"a":' * 100_000, "\x00", ""],
-    ids=["deep list", "deep object", "binary", "empty"],
-)
-def test_a_file_of_no_suites_is_a_mistake(
-    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "suites.json"
-    file.write_text(text)
-    assert main(["tune", "--file", str(file), *CPU]) == 2
-    out, err = capsys.readouterr()
-    assert (out, err.count("\n")) == ("", 1)
-    assert err.startswith(f"tmm: {file}: ")
 
 
 def test_scales_are_for_8_bits(capsys: pytest.CaptureFixture[str]) -> None:
@@ -670,7 +650,7 @@ WORDS = [
     *("--json", "--device", "cpu", "cuda:9", "--dtype", "fp32", "e4m3", "int8", "--layout", "nt"),
     *("--epilogue", "silu", "softcap(0)", "softcap(nan)", "bias++", "("),
     *("--scales", "row", "--tf32", "--force", "--isolate", "--misses"),
-    *("--suite", "decode", "nope", "--file", "/dev/null", "/nonexistent", "--budget", "--limit"),
+    *("--suite", "decode", "nope", "/dev/null", "/nonexistent", "--budget", "--limit"),
     *("0", "-1", "1e9", "nan", "inf", "9" * 30, "0x0x0", "1x2x3", "1x2x3x4x5", "x", "--", "--help"),
     *("", " ", "\t", "é", "\udcff", "--shapes", "--regret", "--output", "--from", "--version"),
 ]

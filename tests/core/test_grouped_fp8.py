@@ -386,7 +386,7 @@ def test_not_benched_where_torch_has_no_such_product() -> None:
         "rows": listed | {"rows": [16], "epilogues": "bias+swiglu", "experts": [[4, 24, 32]]},
         "sums": listed | {"scales": "row", "ragged": "k", "rows": [16], "experts": [[3, 17, 19]]},
     }
-    tasks = suites.read(document)
+    tasks = [task for each in document.items() for task in suites.expand(*each)]
     options = runner.Options(tune=False, kernels=True, seconds=0.02)
     for measured in runner.run(tasks, torch.device("cpu"), options):
         assert "torch has no grouped product of these 8-bit floats" in measured["failed"]

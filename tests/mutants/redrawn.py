@@ -67,10 +67,6 @@ REDRAWN = [
            "undone layers keep an attribute that a compiled graph set",
            ("tests/core/test_projections.py::"
             "test_logits_state_and_memory_equal_the_unconverted_models",)),
-    Mutant("redrawn-experts-of-a-suite", "bench/suites.py",
-           "if any(len(one) != 3 for one in", "if all(len(one) != 3 for one in",
-           "experts of another number of sizes are benchmarked beside others",
-           ("tests/core/test_grouped.py::test_grouped_products_are_benched_with_torch_and_a_loop",)),
     Mutant("redrawn-groups-of-64", "tmm_triton/triton_kernel.py",
            "(16, 32, 64, 128, 256, 512)", "(16, 32, 63, 128, 256, 512)",
            "Triton kernels decline scales for groups of 64",

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from tmm_core.bench.case import LAYOUTS, SCALES, Case, parse_dtype, parse_expression
+from tmm_core.bench.case import Case, parse_dtype, parse_expression
 from tmm_core.bench.results import RANDOM
 from tmm_core.formats import IMPLIED
 from tmm_core.spec.operand import dtype_name
@@ -47,8 +47,6 @@ WEIGHTS = (
     (27648, 5120), (13824, 5120), (1280, 8192), (8192, 3584), (4096, 7168), (6400, 1600),
 )  # fmt: skip
 EXPRESSIONS = ("", "", "silu", "gelu_tanh", "bias", "bias+gelu_tanh+residual", "residual", "swiglu")
-
-_NONE: Mapping[str, Any] = {}
 
 
 @functools.cache
@@ -89,71 +87,27 @@ def select(
     wanted = list(suites) if "all" in names else list(dict.fromkeys(names))
     tasks: list[Task] = []
     for name in wanted:
-        members = (t for t in expand(name, suites[name], suites) if dtype in (None, t.case.dtype))
+        members = (t for t in expand(name, suites[name]) if dtype in (None, t.case.dtype))
         tasks += itertools.islice(members, limit)
     if wanted and not tasks and dtype is not None:
         raise ValueError(f"no problem of {', '.join(wanted)} has dtype {dtype_name(dtype)}")
     return tasks
 
 
-def read(document: object) -> list[Task]:
-    """The tasks of a whole document in the form of ``suite.json``.
-
-    Raises:
-        ValueError: The document does not have that form.
-    """
-    if not isinstance(document, Mapping):
-        raise ValueError(f"suites must be a JSON object by name, got {type(document).__name__}")
-    return [
-        task
-        for name, suite in document.items()
-        if not name.startswith("_")
-        for task in expand(name, suite, document)
-    ]
-
-
-def expand(name: str, suite: Mapping[str, Any], others: Mapping[str, Any] = _NONE) -> list[Task]:
+def expand(name: str, suite: Mapping[str, Any]) -> list[Task]:
     """Every combination of a suite's dtypes, layouts, epilogues, precisions, scales and
-    shapes. 8-bit operands have tensor-wise scales unless the suite says otherwise.
-
-    Args:
-        others: The suites that this one may refer to with ``like``.
-
-    Raises:
-        ValueError: The suite does not have the form of those in ``suite.json``.
-    """
-    if not isinstance(suite, Mapping):
-        raise ValueError(f"suite {name!r}: found {suite!r}, accepted is a JSON object")
-    try:
-        invariant = bool(suite.get("batch_invariant", False))
-        if "like" in suite:
-            like = [(other, others[other]) for other in _listed(suite["like"])]
-            return [Task(name, task.case, invariant) for other in like for task in expand(*other)]
-        layouts = _listed(suite.get("layout", "nn"))
-        if any(len(one) != 3 for one in suite.get("experts", ())):
-            raise ValueError(f"suite {name!r}: experts are [groups, N, K]")
-        shapes = [[int(size) for size in shape] for shape in _shapes(suite)]
-        dtypes = [parse_dtype(text) for text in _listed(suite["dtypes"])]
-        expressions = [parse_expression(text) for text in _listed(suite.get("epilogues", ""))]
-        precisions = _listed(suite.get("precision", "ieee"))
-        scales = _listed(suite.get("scales", "tensor"))
-        groups = {"ragged": suite.get("ragged", "m"), "routing": suite.get("routing", "both")}
-    except KeyError as error:
-        raise ValueError(f"suite {name!r}: lacks {error}") from error
-    except (AttributeError, TypeError) as error:
-        raise ValueError(f"suite {name!r}: {type(error).__name__}: {error}") from error
-    known = (
-        (layouts, LAYOUTS),
-        (precisions, ("ieee", "tf32")),
-        (scales, SCALES),
-        ([groups["ragged"]], ("m", "n", "k")),
-        ([groups["routing"]], ("skewed", "even", "both")),
-    )
+    shapes. 8-bit operands have tensor-wise scales unless the suite says otherwise."""
+    invariant = bool(suite.get("batch_invariant", False))
+    if "like" in suite:
+        like = [(other, shipped()[other]) for other in _listed(suite["like"])]
+        return [Task(name, task.case, invariant) for other in like for task in expand(*other)]
+    layouts, shapes = _listed(suite.get("layout", "nn")), _shapes(suite)
+    dtypes = [parse_dtype(text) for text in _listed(suite["dtypes"])]
+    expressions = [parse_expression(text) for text in _listed(suite.get("epilogues", ""))]
+    precisions = _listed(suite.get("precision", "ieee"))
+    scales = _listed(suite.get("scales", "tensor"))
+    groups = {"ragged": suite.get("ragged", "m"), "routing": suite.get("routing", "both")}
     experts = "experts" in suite
-    if unknown := {text for texts, allowed in known for text in texts if text not in allowed}:
-        raise ValueError(f"suite {name!r}: unknown {', '.join(map(repr, sorted(unknown)))}")
-    if any(len(shape) not in (3, 4) for shape in shapes):
-        raise ValueError(f"suite {name!r}: shapes are [M, N, K] or [B, M, N, K]")
     sizes = ("groups" if experts else "batch", "m", "n", "k")
     fields: Iterable[Sequence[dict[str, Any]]] = itertools.product(
         [

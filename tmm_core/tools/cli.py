@@ -77,12 +77,6 @@ def _add_tune(parser: Parser) -> None:
     )
     _add_suite(parser)
     parser.flag("--misses", text="the problems of `tmm misses`")
-    parser.add_argument(
-        "--file",
-        type=Path,
-        metavar="FILE.json",
-        help="suites like tmm_core/bench/suite.json, or output of `tmm misses --json`",
-    )
     parser.flag(
         "--force", text="measure problems on record again, trying first what won here and elsewhere"
     )

@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +21,6 @@ from tmm_cache.record import CandidateResult
 import tmm_core
 from tmm_core import dispatch
 from tmm_core.bench import report, runner, suites
-from tmm_core.bench.case import Case
 from tmm_core.errors import error_text, reraise
 from tmm_core.launch import warm
 from tmm_core.spec.device import fingerprint
@@ -86,35 +84,12 @@ def _pending(options: argparse.Namespace, device: torch.device) -> list[Pending]
     if options.suite:
         with shared.usage():
             cases += [task.case for task in suites.select(options.suite, dtype=options.dtype)]
-    pending = [_of_case(case, device) for case in cases]
-    if options.file is not None:
-        pending += _of_file(options.file, device)
+    pending = [Pending(str(case), case.tf32, partial(case.problem, device)) for case in cases]
     if options.misses:
         pending += _of_misses(device)
-    if not (options.shapes or options.suite or options.file or options.misses):
-        raise UsageError("give shapes (4096x4096x4096), --suite, --file or --misses")
+    if not (options.shapes or options.suite or options.misses):
+        raise UsageError("give shapes (4096x4096x4096), --suite or --misses")
     return pending
-
-
-def _of_case(case: Case, device: torch.device) -> Pending:
-    return Pending(str(case), case.tf32, partial(case.problem, device))
-
-
-def _of_document(document: Mapping[str, Any], device: torch.device) -> Pending:
-    """A pending problem from its JSON in records, misses and ``--json`` output."""
-    make = partial(warm.recall, document, device)
-    return Pending(title(document), bool(document.get("tf32")), make)
-
-
-def _of_file(path: Path, device: torch.device) -> list[Pending]:
-    with shared.usage(str(path)):
-        document = json.loads(path.read_text("utf-8"))
-        if isinstance(document, Mapping):
-            return [_of_case(task.case, device) for task in suites.read(document)]
-        if not isinstance(document, list) or not all(isinstance(d, Mapping) for d in document):
-            raise ValueError("expected suites by name or a list of problems")
-    # Entries of `tmm misses --json` contain the problem.
-    return [_of_document(entry.get("problem", entry), device) for entry in document]
 
 
 def _of_misses(device: torch.device) -> list[Pending]:
@@ -125,7 +100,10 @@ def _of_misses(device: torch.device) -> list[Pending]:
         note(f"{others} of {len(misses)} misses belong to other devices; tune them there")
     # Misses met under other versions are tuned under the present ones.
     problems = {json.dumps(miss.problem, sort_keys=True): miss.problem for miss in local}
-    return [_of_document(problem, device) for problem in problems.values()]
+    return [
+        Pending(title(each), bool(each.get("tf32")), partial(warm.recall, each, device))
+        for each in problems.values()
+    ]
 
 
 def _tune(item: Pending, options: argparse.Namespace) -> dict[str, Any]:
