@@ -1098,7 +1098,7 @@ def test_tangents_of_several_weights_by_a_kernel(operator: str, learns: bool) ->
         with torch.set_grad_enabled(learns), forward_ad.dual_level():
             x = forward_ad.make_dual(a, t)
             if operator == "joint":
-                y = torch.ops.tmm.joint_linear(x, [one, other], [])
+                y = torch.ops.tmm.joint_linear(x, [one, other], [None, None])
             else:
                 y = torch.ops.tmm.gated_linear(x, one, other, None, None, "swiglu")
             return tuple(forward_ad.unpack_dual(y))

@@ -191,14 +191,14 @@ def test_halves_of_which_one_has_a_bias_are_two_products() -> None:
     gate, up = halves()
     bias = torch.randn(8)
     for biases in ((bias[:4], None), (None, bias[4:]), (bias[4:], bias[:4])):
-        assert joint_operands(gate, up, *biases) is None
+        assert joint_operands((gate, up), biases, "swiglu") is None
         x = torch.randn(3, 6)
         y = gated_linear(x, gate, up, *biases, "swiglu")
         expected = F.silu(F.linear(x, gate, biases[0])) * F.linear(x, up, biases[1])
         torch.testing.assert_close(y, expected)
     three = torch.randn(12, 6)
-    assert joint_operands(three[:4], three[4:6], None, None) is None  # unequal halves
-    operands = joint_operands(gate, up, bias[:4], bias[4:])
+    assert joint_operands((three[:4], three[4:6]), (None, None), "swiglu") is None  # unequal halves
+    operands = joint_operands((gate, up), (bias[:4], bias[4:]), "swiglu")
     assert operands is not None
     assert torch.equal(operands[1], bias)  # type: ignore[arg-type]
 
@@ -211,7 +211,7 @@ def test_each_part_of_a_joint_product_may_train_alone(learning: tuple[bool, ...]
     for t, learns in zip(given, learning, strict=True):
         t.requires_grad_(learns)
     of = [t for t in given if t.requires_grad]
-    operands = joint_operands(*given[1:])
+    operands = joint_operands(given[1:3], given[3:], "swiglu")
     assert operands is not None
     z = _Joint.apply(*given, *(None if t is None else t.detach() for t in operands))  # type: ignore[attr-defined]
     expected = torch.cat([F.linear(x, gate.weight, gate.bias), F.linear(x, up.weight, up.bias)], 1)
@@ -302,7 +302,7 @@ def test_shards_are_gated_with_and_without_a_gradient(
     gate, up = mlp.gate_proj, mlp.up_proj
 
     def shards(mlp: Any, gate: Any, up: Any, x: Tensor) -> Tensor:
-        return sharded._product(x, gate.weight, up.weight, gate.bias, up.bias, mlp.epilogue)
+        return sharded._product(x, (gate.weight, up.weight), (gate.bias, up.bias), mlp.epilogue)
 
     monkeypatch.setattr(sharded, "gated", shards)
     if not kernel:
@@ -312,7 +312,7 @@ def test_shards_are_gated_with_and_without_a_gradient(
     assert y.requires_grad is learning
     torch.testing.assert_close(y, F.silu(gate(x)) * up(x))
     if kernel and interpreting():
-        given = gate.weight, up.weight, gate.bias, up.bias
+        given = (gate.weight, up.weight), (gate.bias, up.bias)
         recorded = sharded.recorded_product(x, *given, "swiglu")
         assert recorded is not None
         torch.testing.assert_close(recorded, y)
@@ -332,7 +332,7 @@ def test_joint_projections_in_a_graph_equal_separate_ones(
 ) -> None:
     weight, bias, x = torch.randn(7, 6), torch.randn(7), torch.randn(2, 3, 6)
     parts = weight[:4], weight[4:] if joint else weight[4:].clone()
-    biases = [bias[:4], bias[4:]] if biased else []
+    biases = [bias[:4], bias[4:]] if biased else [None, None]
     right = F.linear(x, weight, bias if biased else None)
     x.requires_grad_(learning)
     y = projections.joint_linear(x, list(parts), biases)
@@ -353,9 +353,9 @@ def test_projections_have_their_own_biases(
     seen: list[bool] = []
     linear = projections.api.linear
 
-    def spied(*given: Any) -> Tensor:
+    def spied(*given: Any, **options: Any) -> Tensor:
         seen.append(settings.current().static_weights)
-        return linear(*given)
+        return linear(*given, **options)
 
     for i, layer in enumerate(layers):
         layer.static_weights = i in static

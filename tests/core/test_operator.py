@@ -406,7 +406,6 @@ REPEATED = {
     "nn.gated_product": lambda: torch.ops.tmm.gated_linear(
         randn(3, 4), randn(5, 4), randn(5, 4), None, None, "swiglu"
     ),
-    "nn.projections": lambda: torch.ops.tmm.joint_linear(randn(3, 4), [randn(5, 4)] * 2, []),
 }
 
 

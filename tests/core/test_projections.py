@@ -323,10 +323,10 @@ def test_the_operator(bias: bool, grad: bool) -> None:
     x = torch.randn(2, 5, 8, requires_grad=grad)
     joint = torch.randn(9, 8)
     weights = [joint[:4], joint[4:6], joint[6:]]
-    biases = [torch.randn(n) for n in (4, 2, 3)] if bias else []
+    biases = [torch.randn(n) for n in (4, 2, 3)] if bias else [None] * 3
     given = x, weights, biases
     expected = torch.cat(
-        [nn.functional.linear(x, w, b) for w, b in zip(weights, biases or [None] * 3, strict=True)],
+        [nn.functional.linear(x, w, b) for w, b in zip(weights, biases, strict=True)],
         -1,
     )
     torch.testing.assert_close(projections.joint_linear(*given), expected)

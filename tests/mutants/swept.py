@@ -371,7 +371,7 @@ SWEPT = [
            "a fused module computes as in training",
            ("tests/core/test_boundaries_fusing.py::test_each_pattern_at_its_edge",)),
     Mutant("swept-shards-none", "nn/sharded.py",
-           "return two_products(*operands) if y is None else y",
+           "return apart(x, weights, biases, text) if y is None else y",
            "return y",
            "shards without a kernel that gates have no result",
            ("tests/core/test_boundaries_nn.py::test_shards_are_gated_with_and_without_a_gradient",)),

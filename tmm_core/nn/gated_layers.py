@@ -126,17 +126,16 @@ class GatedMLP(Together):
         between = None
         if only_multiply((gate, up), x):
             of_gate, of_up = gate._parameters, up._parameters
-            operands: Any = (
-                *(of_gate["weight"], of_up["weight"], of_gate["bias"], of_up["bias"]),
-                self._text,
-            )
-            stored = type(operands[0]) is Quantized  # no gradient, and no operator in a graph
-            if autograd_state.recorded(x, *operands[:4]):
+            weights: Any = of_gate["weight"], of_up["weight"]
+            biases: Any = of_gate["bias"], of_up["bias"]
+            operands = weights, biases, self._text
+            stored = type(weights[0]) is Quantized  # no gradient, and no operator in a graph
+            if autograd_state.recorded(x, *weights, *biases):
                 between = None if stored else recorded_product(x, *operands)
             elif stored and torch.compiler.is_compiling():
                 between = None
             elif torch.compiler.is_compiling():
-                between = gated_linear(x, *operands)
+                between = gated_linear(x, *weights, *biases, self._text)
             elif not self.static_weights or gate._state_dict_pre_hooks or up._state_dict_pre_hooks:
                 between = run(x, *operands)
             else:

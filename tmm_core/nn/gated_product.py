@@ -1,8 +1,10 @@
-"""``tmm::gated_linear``, the product of a gated MLP with gate and up: one product if their weights
-are adjacent in memory, otherwise two, gated by torch."""
+"""The product of one input with several layers' weights: one product if these are adjacent in
+memory, otherwise one each. ``tmm::gated_linear`` gates two of them, for a gated MLP;
+``tmm::joint_linear`` returns all side by side."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,12 +26,12 @@ Tensor = torch.Tensor
 
 
 def joint_operands(
-    gate: Tensor, up: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None
+    weights: Sequence[Tensor], biases: Sequence[Tensor | None], text: str
 ) -> tuple[Tensor, Tensor | None] | None:
-    """Weight and bias of the joint product; None if it must be two, gated by torch."""
-    if gate.shape != up.shape:
+    """Weight and bias of the joint product; None if it must be one product each."""
+    if text and weights[0].shape != weights[1].shape:
         return None
-    return joint_of((gate, up), (gate_bias, up_bias))
+    return joint_of(weights, biases)
 
 
 def gated(gate: Tensor, up: Tensor, text: str) -> Tensor:
@@ -37,40 +39,39 @@ def gated(gate: Tensor, up: Tensor, text: str) -> Tensor:
 
 
 def run(
-    x: Tensor, gate: Tensor, up: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None,
-    epilogue: str,
-) -> Tensor:  # fmt: skip
-    operands = joint_operands(gate, up, gate_bias, up_bias)
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], text: str = ""
+) -> Tensor:
+    """Return the products side by side, or those of gate and up, gated."""
+    operands = joint_operands(weights, biases, text)
     if operands is None:
-        return two_products(x, gate, up, gate_bias, up_bias, epilogue)
-    return api.linear(x, *operands, epilogue=epilogue)
+        return apart(x, weights, biases, text)
+    return api.linear(x, *operands, epilogue=text)
 
 
-def two_products(
-    x: Tensor, gate: Tensor, up: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None,
-    epilogue: str,
-) -> Tensor:  # fmt: skip
-    return gated(product(x, gate, gate_bias), product(x, up, up_bias), epilogue)
+def apart(
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], text: str = ""
+) -> Tensor:
+    each = [product(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
+    return gated(each[0], each[1], text) if text else torch.cat(each, -1)
 
 
 def recorded_product(
-    x: Tensor, gate: Tensor, up: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None,
-    text: str,
-) -> Tensor | None:  # fmt: skip
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], text: str
+) -> Tensor | None:
     """One product recorded for backward; None if it must be two, gated by torch."""
     if torch.compiler.is_compiling():
         return None
-    if not warm.fast_path_allowed(x, gate, up, gate_bias, up_bias, shown=True):
+    if not warm.fast_path_allowed(x, *weights, *biases, shown=True):
         return None
     epilogue = warm.epilogue_of(text)
-    found = kernels(epilogue, 2 * gate.shape[0], x.dtype, x)
+    found = kernels(epilogue, 2 * weights[0].shape[0], x.dtype, x)
     if found is None:
         return None
     with torch.no_grad():
-        operands = joint_operands(gate, up, gate_bias, up_bias)
+        operands = joint_operands(weights, biases, text)
     if operands is None:
         return None
-    z = _Joint.apply(x, gate, up, gate_bias, up_bias, *operands)  # type: ignore[attr-defined]
+    z = _Joint.apply(x, *weights, *biases, *operands)  # type: ignore[attr-defined]
     return follow(z, epilogue, found)  # type: ignore[no-any-return]
 
 
@@ -117,7 +118,11 @@ def _halves(t: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
     return t[:rows], t[rows:]
 
 
-def _fake(
+def _fake(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Tensor:
+    return x.new_empty((*x.shape[:-1], sum(len(weight) for weight in weights)))
+
+
+def _gated_fake(
     x: Tensor, gate: Tensor, up: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None,
     epilogue: str,
 ) -> Tensor:  # fmt: skip
@@ -126,16 +131,28 @@ def _fake(
     return x.new_empty(shape)
 
 
-# A compiled graph cannot query addresses, so the operator does.
+def _of_two(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return lambda x, gate, up, gate_bias, up_bias, epilogue: function(
+        x, (gate, up), (gate_bias, up_bias), epilogue
+    )
+
+
+# Compiled graphs cannot query addresses, so the operators do.
 define(
     "gated_linear(Tensor x, Tensor gate, Tensor up, Tensor? gate_bias, Tensor? up_bias, "
     "str epilogue) -> Tensor",
-    run,
-    _fake,
-    two_products,
+    _of_two(run),
+    _gated_fake,
+    _of_two(apart),
 )
+define("joint_linear(Tensor x, Tensor[] weights, Tensor?[] biases) -> Tensor", run, _fake, apart)
 flops.count(
     torch.ops.tmm.gated_linear,
     lambda x, gate, up, *_, **__: flops.matmul_flops(x, (x[-1], gate[0] + up[0])),
 )
+flops.count(
+    torch.ops.tmm.joint_linear,
+    lambda x, weights, *_, **__: flops.matmul_flops(x, (x[-1], sum(w[0] for w in weights))),
+)
 gated_linear = torch.ops.tmm.gated_linear.default
+joint_linear = torch.ops.tmm.joint_linear.default

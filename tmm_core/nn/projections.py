@@ -22,12 +22,12 @@ from tmm_base.guards import suppress
 from torch import nn
 
 from tmm_core import api, compat
-from tmm_core.interop import autograd_state, flops
-from tmm_core.interop.libraries import define
+from tmm_core.interop import autograd_state
 from tmm_core.nn.classes import own, subclass
+from tmm_core.nn.gated_product import joint_linear
 from tmm_core.nn.linear import Linear
 from tmm_core.nn.reached import Reached, body
-from tmm_core.nn.together import Together, joint_of, only_multiply, product
+from tmm_core.nn.together import Together, joint_of, only_multiply
 from tmm_core.quantized import Quantized
 from tmm_core.settings import with_static_weights
 
@@ -120,10 +120,9 @@ class JointProduct:
         if torch.compiler.is_compiling():
             if any(type(weight) is Quantized for weight in weights):
                 return {}
-            given = [bias for bias in biases if bias is not None]
-            if len(given) not in (0, len(biases)):
+            if len({bias is None for bias in biases}) > 1:
                 return {}
-            y = joint_linear(x, weights, given)
+            y = joint_linear(x, weights, biases)
         else:
             operands = joint_of(weights, biases)
             if operands is None:
@@ -240,29 +239,3 @@ def _stored(step: ast.AST) -> list[ast.Name]:
 
 def _names(step: ast.AST) -> list[ast.Name]:
     return [node for node in ast.walk(step) if isinstance(node, ast.Name)]
-
-
-# -- the operator of compiled graphs, which cannot read addresses ----------------------------------
-
-
-def _run(x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> Tensor:
-    operands = joint_of(weights, biases)
-    return _apart(x, weights, biases) if operands is None else api.linear(x, *operands)
-
-
-def _apart(x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> Tensor:
-    given: Sequence[Tensor | None] = biases or [None] * len(weights)
-    each = zip(weights, given, strict=True)
-    return torch.cat([product(x, weight, bias) for weight, bias in each], -1)
-
-
-def _fake(x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> Tensor:
-    return x.new_empty((*x.shape[:-1], sum(len(weight) for weight in weights)))
-
-
-define("joint_linear(Tensor x, Tensor[] weights, Tensor[] biases) -> Tensor", _run, _fake, _apart)
-flops.count(
-    torch.ops.tmm.joint_linear,
-    lambda x, weights, *_, **__: flops.matmul_flops(x, (x[-1], sum(w[0] for w in weights))),
-)
-joint_linear = torch.ops.tmm.joint_linear.default

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from tmm_core.compat import dtensor_of, dtensor_spec, holds_storage_alone, local_tensor
 from tmm_core.interop.autograd_state import recorded
-from tmm_core.nn.gated_product import recorded_product, run, two_products
+from tmm_core.nn.gated_product import apart, recorded_product, run
 from tmm_core.nn.joint_storage import move_together, whole
 from tmm_core.nn.linear import Linear
 
@@ -56,7 +56,7 @@ def gated(mlp: Any, gate: Any, up: Any, x: Tensor) -> Tensor | None:
         local = _Awaited.apply(local) if learns else local.wait()  # type: ignore[no-untyped-call]
     shards: Any = [[p.to_local() for p in each] for each in (of_gate, of_up)] if learns else held
     biases = [pair[1] if len(pair) > 1 else None for pair in shards]
-    y = _product(local, shards[0][0], shards[1][0], *biases, mlp._text)
+    y = _product(local, (shards[0][0], shards[1][0]), biases, mlp._text)
     kind = dtensor_spec(x), dtensor_spec(of_gate[0]), y.dtype
     if learns or kind not in _specs:
         shape = torch.Size([*x.shape[:-1], of_gate[0].shape[0]])
@@ -94,12 +94,12 @@ def _movable(shard: Tensor) -> bool:
     return whole(shard) and holds_storage_alone(shard)
 
 
-def _product(*operands: Any) -> Tensor:
-    """This rank's part, of x, gate, up, their biases and the epilogue."""
-    if not recorded(*operands[:5]):
-        return run(*operands)
-    y = recorded_product(*operands)
-    return two_products(*operands) if y is None else y
+def _product(x: Tensor, weights: Any, biases: Any, text: str) -> Tensor:
+    """This rank's part."""
+    if not recorded(x, *weights, *biases):
+        return run(x, weights, biases, text)
+    y = recorded_product(x, weights, biases, text)
+    return apart(x, weights, biases, text) if y is None else y
 
 
 #: Specs of results, by the specs of x and of the weight and by dtype, and their maximum number.
