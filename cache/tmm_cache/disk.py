@@ -12,21 +12,16 @@ import errno
 import os
 import stat
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TypeVar
 
 from tmm_base import UsageError
 from tmm_base.guards import suppress
 
-from tmm_cache.paths import ENVIRONMENT, LOCK_SUFFIX, temporary_name
-
-T = TypeVar("T")
+from tmm_cache.paths import LOCK_SUFFIX, temporary_name
 
 FOLDER_MODE = 0o700
 FILE_MODE = 0o600
-#: The number of attempts to use a folder that another process removes.
-_ATTEMPTS = 3
 #: Minimum interval between two updates of a file's last use.
 TOUCH_SECONDS = 86400.0
 
@@ -120,16 +115,6 @@ def make_folder(folder: Path) -> None:
         folder.mkdir(FOLDER_MODE, exist_ok=True)
 
 
-def repeated(use: Callable[[], T]) -> T:
-    """Call `use`, which makes a folder and a file in it. Repeat the call if another process's
-    `clear` removed the empty folder between the two. Raises OSError of the last attempt."""
-    for _ in range(_ATTEMPTS - 1):
-        # mkdir raises FileExistsError if the folder is removed while mkdir checks what exists.
-        with suppress(FileNotFoundError, FileExistsError):
-            return use()
-    return use()
-
-
 def write_atomically(path: Path, data: bytes, mode: int = FILE_MODE) -> None:
     """Replace a file atomically. Raises OSError; then the old file is untouched."""
     temporary = path.with_name(temporary_name(path.name))
@@ -184,23 +169,3 @@ def remove_with_lock(path: Path) -> None:
     """
     path.unlink(missing_ok=True)
     path.with_name(path.name + LOCK_SUFFIX).unlink(missing_ok=True)
-
-
-def remove_if_empty(folder: Path, root: Path) -> None:
-    """Remove an empty folder of the root, and the empty folders above it."""
-    # `rmdir` refuses a folder that is not empty.
-    with suppress(OSError):
-        path = folder / ENVIRONMENT
-        if [*folder.iterdir()] == [path] and path.is_file():
-            environment = path.read_bytes()
-            path.unlink()
-            try:
-                folder.rmdir()
-            except OSError:
-                # A save may have found the environment and written its record since.
-                write_atomically(path, environment)
-                raise
-            folder = folder.parent
-        while root in folder.parents:
-            folder.rmdir()
-            folder = folder.parent

@@ -23,7 +23,6 @@ from tmm_cache.disk import (
     make_folder,
     opened,
     read_all,
-    repeated,
     require_regular,
     write_atomically,
 )
@@ -200,12 +199,8 @@ def write_record(path: Path, data: bytes, environment: Document) -> None:
 
     Raises OSError; then the file is unchanged.
     """
-
-    def write() -> None:
-        write_environment(path.parent, environment)
-        write_atomically(path, data)
-
-    repeated(write)
+    write_environment(path.parent, environment)
+    write_atomically(path, data)
 
 
 def write_environment(folder: Path, environment: Document) -> None:

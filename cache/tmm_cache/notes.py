@@ -72,12 +72,8 @@ class Notes:
         notes = {**self._unwritten, about: value}
         lines = "\n".join(map(canonical, notes.items())).encode("ascii")
         self._unwritten[about] = value
-
-        def append() -> bool:
-            disk.make_folder(self.path.parent)
-            return disk.append_line(self.path, lines, MAX_BYTES) or self._rewritten(notes)
-
-        is_written = disk.repeated(append)
+        disk.make_folder(self.path.parent)
+        is_written = disk.append_line(self.path, lines, MAX_BYTES) or self._rewritten(notes)
         for each in notes:  # not others: another thread may fail to write its own
             self._unwritten.pop(each, None)
         if not is_written:

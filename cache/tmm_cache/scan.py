@@ -91,10 +91,12 @@ def _walked(
     root: Path, report: Report, gpu: str | None, read: Callable[[Path, Report], R | None]
 ) -> Iterator[Summary[R]]:
     for folder in folders(root, report, gpu):
-        if not (names := _names(folder, report)):
+        names = [*filter(RECORD.fullmatch, _names(folder, report))]
+        # A folder whose records were removed keeps its environment, which may be damaged.
+        if not names:
             continue
         environment = read_environment(folder, report)
-        for path in (folder / name for name in filter(RECORD.fullmatch, names)):
+        for path in (folder / name for name in names):
             # None: the file is damaged, or was removed since the folder was listed.
             if (record := read(path, report)) is not None:
                 yield Summary(path, root, environment, record)

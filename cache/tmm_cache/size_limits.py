@@ -20,7 +20,7 @@ from typing import Final
 from tmm_base.guards import reraise, suppress
 
 from tmm_cache.cache_errors import warn_once
-from tmm_cache.disk import remove_if_empty, remove_with_lock
+from tmm_cache.disk import remove_with_lock
 from tmm_cache.keys import SLUG
 from tmm_cache.paths import DIGEST, NOTE_FILE, NOTES, RECORD, TEMPORARY
 
@@ -30,7 +30,7 @@ _ROOM: Final = 0.9
 #: Files written or used more recently may still be in use by another process.
 _RECENT_SECONDS: Final = 60.0
 #: A younger temporary file may be a save in progress. A save that takes longer, because its process
-#: was stopped, fails and is repeated.
+#: was stopped, fails with a warning.
 STALE_SECONDS: Final = 3600.0
 
 _SIZE = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,9})?)([kmgt]?)(?:i?b)?", re.ASCII | re.IGNORECASE)
@@ -121,7 +121,6 @@ def evict(root: Path, limit: int, keep: Callable[[Path], bool]) -> int:
     if total <= limit:
         return 0
     removed = 0
-    touched = set()
     for file in listed:
         if total <= _ROOM * limit:
             break
@@ -130,9 +129,6 @@ def evict(root: Path, limit: int, keep: Callable[[Path], bool]) -> int:
         if not recent and not keep(file.path) and _drop(file):
             total -= file.size
             removed += 1
-            touched.add(file.path.parent)
-    for folder in touched:
-        remove_if_empty(folder, root)
     return removed
 
 

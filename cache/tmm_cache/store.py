@@ -18,7 +18,7 @@ from tmm_base import UsageError
 from tmm_base.guards import reraise, suppress
 
 from tmm_cache.cache_errors import warn_once
-from tmm_cache.disk import make_folder, repeated, touch
+from tmm_cache.disk import make_folder, touch
 from tmm_cache.fault_warnings import FaultWarnings, warn_of
 from tmm_cache.files import Fault, read_record, record_bytes, write_record
 from tmm_cache.keys import Document, canonical, digest
@@ -37,8 +37,6 @@ from tmm_cache.record import TuningRecord
 from tmm_cache.scan import Summary, problems, summaries
 
 if TYPE_CHECKING:
-    from filelock import BaseFileLock
-
     from tmm_cache.size_limits import SizeLimiter
     from tmm_cache.transport import Transport
 
@@ -267,13 +265,9 @@ class CacheStore:
         path = self.path(gpu, environment, problem)
         path = path.with_name(path.name + LOCK_SUFFIX)
         lock, fault = None, None
-
-        def acquired() -> BaseFileLock | None:
-            make_folder(path.parent)
-            return acquire(path, timeout)
-
         try:
-            lock = repeated(acquired)
+            make_folder(path.parent)
+            lock = acquire(path, timeout)
         except OSError as error:
             reraise(error)
             fault = error

@@ -124,23 +124,6 @@ def test_a_file_that_could_not_be_replaced_leaves_nothing_temporary(
     assert path.read_bytes() == b"old"
 
 
-@pytest.mark.parametrize(
-    ("names", "left"), [([], []), (["environment.json"], []), (["environment.json", "x"], None)]
-)
-def test_an_empty_folder_goes_with_its_environment_and_the_root_stays(
-    tmp_path: Path, names: list[str], left: list[str] | None
-) -> None:
-    folder = tmp_path / "v2" / "gpu" / "digest"
-    folder.mkdir(parents=True)
-    for name in names:
-        (folder / name).touch()
-    disk.remove_if_empty(folder, tmp_path)
-    assert tmp_path.is_dir()
-    assert os.listdir(tmp_path) == ([] if left == [] else ["v2"])
-    if left is None:
-        assert sorted(os.listdir(folder)) == names
-
-
 def test_a_file_that_another_process_removed_is_removed(tmp_path: Path) -> None:
     disk.remove_with_lock(tmp_path / "record.json")
     (tmp_path / "record.json").touch()

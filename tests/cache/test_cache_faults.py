@@ -392,23 +392,6 @@ def test_a_record_is_never_stored_without_its_environment(
     assert CacheStore(store.root, []).load(GPU, ENVIRONMENT, problem()) == record()
 
 
-def test_a_folder_that_a_clear_elsewhere_removes_is_made_again(
-    store: CacheStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real = files.write_atomically
-    calls = []
-
-    def racing(path: Path, data: bytes, **options: Any) -> None:
-        calls.append(path)
-        if len(calls) == 1:
-            path.parent.rmdir()
-        real(path, data, **options)
-
-    monkeypatch.setattr(files, "write_atomically", racing)
-    assert store.save(GPU, ENVIRONMENT, record()) is not None
-    assert store.load(GPU, ENVIRONMENT, problem()) == record()
-
-
 def test_roots_that_lead_nowhere_cost_persistence_only(tmp_path: Path) -> None:
     loop = tmp_path / "loop"
     loop.symlink_to(loop)

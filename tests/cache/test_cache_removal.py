@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import time
-import warnings
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import tmm_cache.store
 from cache_builders import (
     ENVIRONMENT,
     GPU,
     problem,
     record,
 )
-from tmm_cache import CacheStore, Notes, digest, disk, files, locks, notes
+from tmm_cache import CacheStore, Notes, digest
 from tmm_cache.cli import main
 
 Captured = pytest.CaptureFixture[str]
@@ -26,6 +22,12 @@ Captured = pytest.CaptureFixture[str]
 
 def files_under(root: Path) -> set[str]:
     return {str(path.relative_to(root)) for path in root.rglob("*") if path.is_file()}
+
+
+def environment_of(store: CacheStore) -> str:
+    """The file that stays in a folder whose records were removed."""
+    folder = store.path(GPU, ENVIRONMENT, problem()).parent
+    return str((folder / "environment.json").relative_to(store.root))
 
 
 def names(store: CacheStore) -> list[Any]:
@@ -56,7 +58,7 @@ def test_clear_lists_before_it_removes(filled: CacheStore, capsys: Captured) -> 
     assert captured.err == f"tmm-cache: {message}\n"
     assert files_under(filled.root) == before
     assert main(["clear", "-y"]) == 0
-    assert os.listdir(filled.root) == []
+    assert files_under(filled.root) == {environment_of(filled)}
     assert "removed 4 of 4 files" in capsys.readouterr().err
     assert main(["clear"]) == 0  # nothing left to list
     assert "nothing to remove" in capsys.readouterr().err
@@ -82,14 +84,14 @@ def test_clearing_everything_removes_notes(filled: CacheStore, capsys: Captured)
     assert main(["clear", "-y", digest(problem(m=1))]) == 0
     assert fresh.exists()
     assert main(["clear", "-y"]) == 0
-    assert files_under(filled.root) == {"notes/mine.txt"}
+    assert files_under(filled.root) == {"notes/mine.txt", environment_of(filled)}
     (filled.root / "notes" / "mine.txt").unlink()
     fresh.touch()
     stale = fresh.with_name(f"{fresh.name}.1-00000000.tmp")
     stale.touch()
     os.utime(stale, (time.time() - 7200,) * 2)
     assert main(["clear", "-y"]) == 0
-    assert os.listdir(filled.root) == []
+    assert files_under(filled.root) == {environment_of(filled)}
 
 
 def test_clear_never_touches_layers_or_files_of_others(
@@ -125,7 +127,7 @@ def test_clear_never_touches_layers_or_files_of_others(
     assert os.listdir(outside) == [filled.path(GPU, ENVIRONMENT, problem(m=1)).name]
     assert files_under(filled.root) == {
         *(str(path.relative_to(filled.root)) for path in kept),
-        str((folder / "environment.json").relative_to(filled.root)),
+        environment_of(filled),
     }
     capsys.readouterr()
     digest = below.path(GPU, ENVIRONMENT, problem(m=1)).stem
@@ -185,85 +187,37 @@ def test_clear_removes_damaged_and_left_over_files(filled: CacheStore, capsys: C
     )
 
 
-@pytest.mark.parametrize("times", [1, 2])
-@pytest.mark.parametrize("operation", ["save", "lock", "miss", "verified"])
-def test_a_folder_that_a_clear_removes_is_made_again(
-    operation: str, times: int, store: CacheStore, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("text", [None, "{"])
+def test_a_folder_without_records_is_not_listed(
+    text: str | None, filled: CacheStore, capsys: Captured
 ) -> None:
-    """A `clear` may remove an empty folder between an operation's mkdir and its file. Nothing is
-    lost, and nothing is warned of."""
-    cleared: list[Path] = []
-
-    def make_folder(folder: Path) -> None:
-        disk.make_folder(folder)
-        if len(cleared) < times:
-            disk.remove_if_empty(folder, store.root)
-            cleared.append(folder)
-
-    def acquire(path: Path, timeout: float) -> Any:
-        if len(cleared) < times:  # filelock makes the folder itself, and then opens the file
-            cleared.append(path)
-            raise FileNotFoundError(errno.ENOENT, "No such file or directory")
-        return locks.acquire(path, timeout)
-
-    monkeypatch.setattr(files, "make_folder", make_folder)
-    changed = {**vars(disk), "make_folder": make_folder}
-    monkeypatch.setattr(notes, "disk", SimpleNamespace(**changed))
-    monkeypatch.setattr(tmm_cache.store, "acquire", acquire)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        if operation == "save":
-            assert store.save(GPU, ENVIRONMENT, record(problem(m=1))) is not None
-        elif operation == "lock":
-            with store.lock(GPU, ENVIRONMENT, problem(m=1), timeout=0) as held:
-                another = CacheStore(store.root)
-                with another.lock(GPU, ENVIRONMENT, problem(m=1), timeout=0) as again:
-                    assert (held, again) == (True, False)
-        elif operation == "miss":
-            store.log_miss(GPU, ENVIRONMENT, problem(m=1))
-            assert len(CacheStore(store.root).misses()) == 1
-        else:
-            store.mark_verified(GPU, ENVIRONMENT, "key")
-            assert CacheStore(store.root).is_verified(GPU, ENVIRONMENT, "key")
-    assert len(cleared) == times
+    """Nor is its environment, which no command removes, and the next save replaces if damaged."""
+    assert main(["clear", "-y"]) == 0
+    if text is not None:
+        (filled.root / environment_of(filled)).write_text(text)
+    capsys.readouterr()
+    assert main(["verify"]) == 0
+    assert capsys.readouterr().err == "tmm-cache: 0 good records, 0 faults\n"
+    assert main(["show"]) == 0
+    assert "no records in" in capsys.readouterr().err
+    assert main(["clear"]) == 0
+    assert "nothing to remove in" in capsys.readouterr().err
+    assert filled.save(GPU, ENVIRONMENT, record(problem(m=5))) is not None
+    assert [each.environment for each in filled.summaries()] == [ENVIRONMENT]
 
 
-@pytest.mark.parametrize("moment", ["listed", "unlinked", "never"])
 def test_a_record_saved_during_a_clear_keeps_its_environment(
-    moment: str, store: CacheStore, monkeypatch: pytest.MonkeyPatch
+    filled: CacheStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without its environment a record is never exported."""
-    path = store.save(GPU, ENVIRONMENT, record(problem(m=1)))
-    assert path is not None
-    path.unlink()
     unlink = Path.unlink
 
     def save_meanwhile(removed: Path, missing_ok: bool = False) -> None:
-        if moment == "listed":
-            store.save(GPU, ENVIRONMENT, record(problem(m=2)))
         unlink(removed, missing_ok)
-        if moment == "unlinked":
-            store.save(GPU, ENVIRONMENT, record(problem(m=2)))
+        filled.save(GPU, ENVIRONMENT, record(problem(m=5)))
 
     with monkeypatch.context() as patched:
         patched.setattr(Path, "unlink", save_meanwhile)
-        disk.remove_if_empty(path.parent, store.root)
-    found = [each.environment for each in store.summaries()]
-    assert found == ([] if moment == "never" else [ENVIRONMENT])
-    assert path.parent.exists() is (moment != "never")
-
-
-@pytest.mark.parametrize(
-    ("fault", "attempts"),
-    [(FileNotFoundError, 3), (FileExistsError, 3), (PermissionError, 1), (ValueError, 1)],
-)
-def test_only_a_missing_folder_is_made_again(fault: type[Exception], attempts: int) -> None:
-    seen = []
-
-    def use() -> None:
-        seen.append(0)
-        raise fault
-
-    with pytest.raises(fault):
-        disk.repeated(use)
-    assert len(seen) == attempts
+        assert main(["clear", "-y"]) == 0
+    assert [each.environment for each in filled.summaries()] == [ENVIRONMENT]
+    assert names(filled) == ["5"]

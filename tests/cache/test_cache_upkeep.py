@@ -180,7 +180,6 @@ def test_records_of_an_older_schema_and_old_notes_are_counted_and_go(store: Cach
     saved(store, 1, days=1)
     assert evict(store.root, 1500, nothing) >= 2
     assert not older.exists()
-    assert not (store.root / "v0").exists()
     assert not notes.exists()
 
 
@@ -242,25 +241,6 @@ def test_a_save_removes_files_of_killed_processes(store: CacheStore) -> None:
     CacheStore().save(GPU, ENVIRONMENT, record(problem(m=2)))
     assert not any(path.exists() for path in gone)
     assert all(path.exists() for path in (*stays, foreign))
-
-
-def test_a_save_whose_temporary_file_was_swept_is_repeated(
-    store: CacheStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A process may be stopped for an hour in the middle of a save."""
-    real, swept = os.replace, []
-
-    def replace(source: Path, target: Path) -> None:
-        if not swept and target.name != "environment.json":
-            swept.append(source)
-            os.unlink(source)
-        real(source, target)
-
-    monkeypatch.setattr(os, "replace", replace)
-    path = store.save(GPU, ENVIRONMENT, record(problem(m=1)))
-    assert swept
-    assert path is not None
-    assert path.exists()
 
 
 def test_a_folder_is_swept_once_per_process(

@@ -114,10 +114,6 @@ CACHE = [
            "        pass\n    for layer", "doctor does not tell of records that others can write", (CLI,)),
     Mutant("cache-front", "tmm_base/tmm.py", 'in (*COMMANDS, "--"):', 'in (*COMMANDS, "--", "--version"):',
            "tmm --version imports torch", (MESSAGES,)),
-    Mutant("cache-cleared-folder", "tmm_cache/disk.py", "with suppress(FileNotFoundError, FileExistsError):",
-           "with suppress(FileExistsError):", "a `clear` at the same time costs a miss or a lock, with a warning", (REMOVAL,)),
-    Mutant("cache-cleared-lock", "tmm_cache/store.py", "lock = repeated(acquired)", "lock = acquired()",
-           "a `clear` at the same time costs a lock, with a warning", (REMOVAL,)),
     Mutant("cache-blas-name", "tmm_cache/record.py", 'if each.kernel == "blas"]', 'if each.kernel.startswith("blas")]',
            "a plugin's kernel is compared with itself", ("tests/cache/test_cache_summaries.py",)),
     Mutant("cache-notes-torn", "tmm_cache/disk.py", "<= len(line):", "< 0:",
@@ -140,6 +136,4 @@ CACHE = [
            "a file full of repeated notes takes no further ones", (LIMITS,)),
     Mutant("cache-notes-use", "tmm_cache/notes.py", "            disk.touch(self.path)\n", "            pass\n",
            "notes that each process reads are removed before records that none reads", (LIMITS,)),
-    Mutant("cache-cleared-environment", "tmm_cache/disk.py", "                write_atomically(path, environment)\n", "",
-           "a record that is saved during a `clear` is never exported", (REMOVAL,)),
 ]  # fmt: skip

@@ -181,11 +181,11 @@ ELSEWHERE = [
            "if not path.exists():", "records beside a damaged environment can never be exported",
            ("tests/cache/test_cache_faults.py::test_a_broken_environment_file_costs_a_warning_and_no_record",)),
     Mutant("record-before-environment", "tmm_cache/files.py",
-           "        write_environment(path.parent, environment)\n"
-           "        write_atomically(path, data)\n",
-           "        make_folder(path.parent)\n"
-           "        write_atomically(path, data)\n"
-           "        write_environment(path.parent, environment)\n",
+           "    write_environment(path.parent, environment)\n"
+           "    write_atomically(path, data)\n",
+           "    make_folder(path.parent)\n"
+           "    write_atomically(path, data)\n"
+           "    write_environment(path.parent, environment)\n",
            "a crash leaves a record of nobody knows what",
            ("tests/cache/test_cache_faults.py::test_a_record_is_never_stored_without_its_environment",)),
     Mutant("given-up-continues", "tools/ranks.py",

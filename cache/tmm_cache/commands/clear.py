@@ -1,7 +1,8 @@
 """The command that removes records: of the user's own root, and nothing else.
 
 A wrong `rm -r` on the folder in `TMM_CACHE_DIR` can't be undone. So removal works on a list of
-single files whose names match the layout. Without `-y` it prints their paths in the root.
+single files whose names match the layout. Without `-y` it prints their paths in the root. Folders
+stay, each with its environment: another process may be about to save a record there.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from tmm_base.console import DONE, FOUND, counted, note
 from tmm_base.guards import printable, reraise
 
 from tmm_cache.commands.show import passed_over, selected
-from tmm_cache.disk import remove_if_empty, remove_with_lock
+from tmm_cache.disk import remove_with_lock
 from tmm_cache.files import Report
 from tmm_cache.paths import LOCK, NOTE_FILE, NOTES, RECORD
 from tmm_cache.scan import folders
@@ -43,8 +44,6 @@ def clear(store: CacheStore, options: Namespace) -> int:
         note(f"nothing removed; -y removes {what} from {store.root}")
         return FOUND
     removed = sum(_remove(store.root, path) for path in found)
-    for folder in {path.parent for path in found}:
-        remove_if_empty(folder, store.root)
     note(f"removed {removed} of {counted(len(found), 'file')}")
     return FOUND if removed < len(found) else DONE
 
