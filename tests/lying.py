@@ -255,23 +255,6 @@ class FoldedBatch(Folded):
     problem = half(6, 8, 8, batch=2)
 
 
-class Source(Lie):
-    """The source that a plan writes out is wrong."""
-
-    problem = half(6, 8, 8)
-
-    def bind(self, problem: Problem, config: FakeConfig) -> Any:
-        from tmm_core.launch.codegen import Body
-
-        right = super().bind(problem, config)
-
-        def wrong(*given: Any) -> Any:
-            return spoiled(right(*given), None)
-
-        lines = ("return wrong(a, b, bias, residual, alpha, out)",)
-        return Bound(right, body=Body(lambda again: "pass", lines, {"wrong": wrong}))
-
-
 # -- A5: threads -----------------------------------------------------------------------------
 
 
@@ -643,20 +626,13 @@ def _ratio(condition: Callable[[float], bool]) -> type[Lie]:
 
 
 class OtherForm(Lie):
-    """Its launcher is right; another form, of N-D operands or a plan's source, is not."""
+    """Its launcher is right; its form of N-D operands is not."""
 
     problem = half(6, 8, 8)
-    source = False
     wrong: ClassVar[Callable[..., Any]]
 
     def bind(self, problem: Problem, config: FakeConfig) -> Any:
-        from tmm_core.launch.codegen import Body
-
         right = super().bind(problem, config)
-        if self.source:
-            launch = functools.partial(type(self).wrong, right)
-            lines = ("return wrong(a, b, bias, residual, alpha, out)",)
-            return Bound(right, body=Body(lambda again: "pass", lines, {"wrong": launch}))
 
         def folded(fold: Any, a: Any, b: Any, residual: Any, by_views: Any) -> Any:
             return functools.partial(type(self).wrong, by_views)
@@ -664,10 +640,8 @@ class OtherForm(Lie):
         return Bound(right, folded=folded)
 
 
-def form_lie(
-    condition: Callable[..., bool], problem: Problem | None = None, *, source: bool = False
-) -> type[Lie]:
-    """Another form is wrong where the condition holds."""
+def form_lie(condition: Callable[..., bool], problem: Problem | None = None) -> type[Lie]:
+    """The form of N-D operands is wrong where the condition holds."""
 
     class Form(OtherForm):
         @staticmethod
@@ -675,7 +649,7 @@ def form_lie(
             result = right(*given)
             return spoiled(result, None) if condition(*given) else result
 
-    Form.source, Form.problem = source, problem or OtherForm.problem
+    Form.problem = problem or OtherForm.problem
     return Form
 
 
@@ -847,7 +821,7 @@ LIES: dict[str, dict[str, type[Lie]]] = {
         ),
     },
     "A4": {
-        **{cls.__name__: cls for cls in (Folded, FoldedOf4Dimensions, FoldedBatch, Source)},
+        **{cls.__name__: cls for cls in (Folded, FoldedOf4Dimensions, FoldedBatch)},
         "N-D by alpha": form_lie(
             lambda a, b, bias, res, alpha, out: alpha != -0.75, half(6, 8, 8, scaled=True)
         ),
@@ -860,12 +834,6 @@ LIES: dict[str, dict[str, type[Lie]]] = {
         "batches of two dimensions": form_lie(
             lambda a, *_: a.dim() == 4 and a.shape[0] > 1, half(6, 8, 8, batch=6)
         ),
-        "source by alpha": form_lie(
-            lambda a, b, bias, res, alpha, out: alpha != -0.75,
-            half(6, 8, 8, scaled=True), source=True,
-        ),
-        "source without gradients": form_lie(lambda *_: not torch.is_grad_enabled(), source=True),
-        "source with out": form_lie(lambda *given: given[-1] is not None, source=True),
     },
     "A5": {
         **{cls.__name__: cls for cls in (SharedScratch, SharedArguments, WrongBesideAnother)},

@@ -442,20 +442,19 @@ def test_a_launch_that_makes_a_first_call_is_announced_from_then_on(
 
 
 #: The source of a launcher, as ``bind`` may return it.
-BODY: Any = SimpleNamespace(on_device=str, lines=("return 1",), namespace={})
 SUMS = replace(IDENTITY, outputs=(Port("x", "row", reduce="sum"),))
 
 
 @pytest.mark.parametrize("nesting_kernel", [False, True])
 @pytest.mark.parametrize(
-    ("a", "epilogue", "inlined", "folded"),
+    ("a", "epilogue", "folded"),
     [
-        (A, IDENTITY, True, False), (A[None], IDENTITY, False, True),
-        (A[0], parse("silu"), False, True), (A, SUMS, False, False), (A[None], SUMS, False, False),
+        (A, IDENTITY, False), (A[None], IDENTITY, True), (A[0], parse("silu"), True),
+        (A, SUMS, False), (A[None], SUMS, False),
     ],
 )  # fmt: skip
 def test_which_forms_of_a_launcher_a_plan_has(
-    a: Tensor, epilogue: Epilogue, inlined: bool, folded: bool, nesting_kernel: bool,
+    a: Tensor, epilogue: Epilogue, folded: bool, nesting_kernel: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """With auxiliary outputs or for a kernel that calls tmm, a plan uses the plain form."""
@@ -471,13 +470,12 @@ def test_which_forms_of_a_launcher_a_plan_has(
     choice = SimpleNamespace(
         lasting=True, candidate=SimpleNamespace(kernel=SimpleNamespace(name="k"))
     )
-    bound = Bound(run, BODY, fold)
+    bound = Bound(run, fold)
     chooser = SimpleNamespace(bound=lambda problem, current: (choice, bound))
     monkeypatch.setattr(warm, "answerer", lambda: chooser)
     monkeypatch.setattr(warm, "NESTING", {"k"} if nesting_kernel else set())
     call, current = Arguments(a, B), tmm_core.settings.current()
-    plan = warm.make_plan(call, epilogue, current, warm.describe)
-    assert (plan.body is BODY) is (inlined and not nesting_kernel)
+    warm.make_plan(call, epilogue, current, warm.describe)
     assert [(x is a, y is B, r) for x, y, r in folds] == (
         [(True, True, None)] if folded and not nesting_kernel else []
     )

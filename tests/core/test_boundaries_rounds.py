@@ -20,8 +20,6 @@ from fakes import problem
 from tmm_core import Groups, Operand, Port, Scale
 from tmm_core.epilogues import parse
 from tmm_core.epilogues.clamped_swiglu import CLAMPED
-from tmm_core.launch.codegen import Body
-from tmm_core.spec.arguments import LAUNCHED_PARTS, keywords
 from tmm_core.spec.launcher import Bound
 from tmm_core.verify import (
     compare,
@@ -600,29 +598,6 @@ def test_other_forms_are_of_launchers_that_allocate() -> None:
     assert form.called == ", called with N-D operands"
 
 
-def test_a_launchers_source_runs_after_what_a_plan_puts_before_it() -> None:
-    """Addresses of the tensors that a problem has; and no plan takes an output with gaps or at an
-    odd address."""
-    asked: list[str] = []
-    lines = ("return a_ptr, b_ptr, bias_ptr, (a, b, bias, alpha, out, b_scale, more)",)
-    body = Body(lambda again: asked.append(again) or "pass", lines, {"more": 3})  # type: ignore[func-returns-value]
-    bound: Any = Bound(lambda *given, **parts: ("run", given, parts["b_scale"]), body=body)
-    source: Any = forms.source_of(bound, problem(m=4, n=8, k=8, bias=torch.float32))
-    a, b, bias, scale = torch.zeros(4, 8), torch.zeros(8, 8), torch.zeros(8), torch.ones(8)
-    for out in (None, torch.empty(4, 8)):
-        *pointers, given = source(a, b, bias, None, 2.0, out, b_scale=scale)
-        assert pointers == [a.data_ptr(), b.data_ptr(), bias.data_ptr()]
-        assert given == (a, b, bias, 2.0, out, scale, 3)
-    for out in (torch.empty(4, 16)[:, :8], torch.empty(33)[1:].view(4, 8)):
-        assert source(a, b, bias, None, 2.0, out, b_scale=scale) == (
-            "run", (a, b, bias, None, 2.0, out), scale
-        )  # fmt: skip
-    assert asked == [f"source(a, b, bias, residual, alpha, out{keywords(LAUNCHED_PARTS)})"]
-    bare: Any = forms.source_of(Bound(bound.run, body=body), problem(m=4, n=8, k=8))
-    with pytest.raises(NameError, match="bias_ptr"):
-        bare(a, b, None, None, 1.0, None)
-
-
 def test_results_of_n_d_operands_have_the_shape_of_the_call() -> None:
     instance = problem(m=6, n=8, k=4)
     y = torch.zeros(2, 3, 8)
@@ -668,13 +643,15 @@ def test_a_folded_launcher_has_n_d_operands(batch: int, shapes: list[Any], into:
 
     instance = problem(m=4, n=6, k=8, batch=batch, residual=Operand(F32))
     inputs = random_inputs.make(instance, CPU)
-    [folded] = forms.forms_of(Bound(NONE, folded=lambda *_: launch), instance).values()
+    folded = forms.folded_of(Bound(NONE, folded=lambda *_: launch), instance)
+    assert folded is not None
     out = instance.empty_out(CPU) if into else None
     result = inputs.launch(folded, out)
     assert [tuple(t.shape) for t in given] == shapes
     torch.testing.assert_close(result, inputs.a @ inputs.b)
     assert (result is out) is into
-    [copies] = forms.forms_of(Bound(NONE, folded=lambda *_: run), instance).values()
+    copies = forms.folded_of(Bound(NONE, folded=lambda *_: run), instance)
+    assert copies is not None
     run = lambda *given: launch(*given).clone()  # noqa: E731
     assert inputs.launch(copies, out) is not out
 
@@ -1048,7 +1025,7 @@ def of_two_forms(other: Any) -> tuple[ways_of_use.WaysOfUse, list[str], list[Pla
 
     checks = ways_of_use.WaysOfUse(data, by("usual", lambda y: y), True, False)
     form = ways_of_use.WaysOfUse(data, by("form", other), True, False)
-    form.called = ", called as a plan's source"
+    form.called = ", called with N-D operands"
     checks._forms = [form]
     return checks, made, further_inputs.plans_of(data)
 
@@ -1069,10 +1046,10 @@ def test_each_form_is_launched_in_every_round_unless_only_values_are_unusual() -
 @pytest.mark.parametrize(
     ("way", "text"),
     [
-        ("rounds", "with other values at the same addresses, called as a plan's source"),
-        ("together", "launched by two threads at once, called as a plan's source"),
-        ("forms", "2e-05, called as a plan's source"),
-        ("modes", "under inference mode, called as a plan's source"),
+        ("rounds", "with other values at the same addresses, called with N-D operands"),
+        ("together", "launched by two threads at once, called with N-D operands"),
+        ("forms", "2e-05, called with N-D operands"),
+        ("modes", "under inference mode, called with N-D operands"),
     ],
 )
 def test_a_fault_names_the_form_that_has_it(way: str, text: str) -> None:
@@ -1080,29 +1057,6 @@ def test_a_fault_names_the_form_that_has_it(way: str, text: str) -> None:
     checked = checks.every_form()[1] if way == "modes" else checks
     with pytest.raises(WrongError, match=f"{text}$"):
         list(getattr(checked, way)())
-
-
-@pytest.mark.parametrize("body", [None, "statements"])
-def test_a_launcher_of_n_d_operands_is_also_launched_by_its_source(
-    body: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made: list[str] = []
-
-    def by(form: str) -> Any:
-        def run(a: Any, b: Any, bias: Any, residual: Any, alpha: float, out: Any) -> Any:
-            made.append(form)
-            return torch.matmul(a, b)
-
-        return run
-
-    monkeypatch.setattr(ways_of_use, "source_of", lambda bound, problem: by(bound.body))
-    data = DataSets(problem(m=6, n=8, k=4), CPU, 1 << 26)
-    of = data.sets()[0]
-    checks = ways_of_use.WaysOfUse(data, by("run"), True, False)
-    given = replace(of.inputs, a=of.inputs.a.view(2, 3, 4))
-    checks._folded(of, given, Bound(by("run"), body=body), (2, 3, 8))
-    assert made == ["run", *([body] if body else [])]
-    assert len(checks._errors) == len(made)
 
 
 def test_a_result_in_an_input_of_a_round_names_the_input() -> None:

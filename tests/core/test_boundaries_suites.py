@@ -20,7 +20,6 @@ from fakes import FakeConfig, FakeKernel, problem
 from tmm_core import Epilogue, Operand, PluginError, Port, Problem, Scale, Traits, epilogues
 from tmm_core.epilogues import BUILTIN
 from tmm_core.formats import Format, named
-from tmm_core.launch.codegen import Body
 from tmm_core.spec.launcher import Bound
 from tmm_core.spec.precision import precision
 from tmm_core.testing import (
@@ -221,22 +220,24 @@ def test_eight_configs_of_one_row_are_tried_on_more_rows(wrong: str, fails: bool
 
 
 def test_each_tile_is_computed_in_every_form_of_a_launcher() -> None:
-    class Inlined(Exact):
-        """Only what a plan inlines is wrong, in the last of 20 rows."""
+    class WrongInNd(Exact):
+        """Only the form of N-D operands is wrong, in the last of 20 rows."""
 
         def bind(self, problem: Problem, config: FakeConfig) -> Any:
             launch = super().bind(problem, config)
 
-            def wrong(*given: Any) -> Any:
-                result = launch(*given)
-                result[19:20] += 1
-                return result
+            def folded(fold: Any, a: Any, b: Any, residual: Any, by_views: Any) -> Any:
+                def wrong(*given: Any) -> Any:
+                    result = by_views(*given)
+                    result[..., 19:20, :] += 1
+                    return result
 
-            lines = ("return wrong(a, b, None, None, alpha, out)",)
-            return Bound(launch, body=Body(lambda again: "pass", lines, {"wrong": wrong}))
+                return wrong
 
-    with pytest.raises(Failed, match=r"exact is wrong on 20x16x16.*\n.*called as a plan's source"):
-        run(suite(Inlined()).test_every_tile)
+            return Bound(launch, folded)
+
+    with pytest.raises(Failed, match=r"exact is wrong on 20x16x16.*\n.*called with N-D operands"):
+        run(suite(WrongInNd()).test_every_tile)
 
 
 @pytest.mark.parametrize(

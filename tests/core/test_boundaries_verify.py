@@ -33,7 +33,6 @@ from tmm_core import Groups, Operand, Port
 from tmm_core.epilogues import parse
 from tmm_core.epilogues.clamped_swiglu import CLAMPED
 from tmm_core.formats import FORMATS
-from tmm_core.launch.codegen import Body
 from tmm_core.spec.epilogue import Epilogue
 from tmm_core.spec.launcher import Bound
 from tmm_core.spec.operand import Scale
@@ -1670,16 +1669,12 @@ def test_n_d_operands_of_a_launcher_have_one_dimension_more(
     batch: int, lead: tuple[int, ...]
 ) -> None:
     instance = problem(m=5, n=4, k=3, batch=batch)
-    found = forms.forms_of(Bound(torch.add, folded=lambda *_: None), instance)
-    assert list(found) == ["called with N-D operands"]
-    assert found["called with N-D operands"].lead == lead
-    body = Body(lambda again: "pass", ("return a_ptr",), {})
-    [(name, source)] = forms.forms_of(Bound(torch.add, body=body), instance).items()
-    assert name == "called as a plan's source"
-    t = torch.zeros(1)
-    assert source(t, t, None, None, 1.0, None) == t.data_ptr()
-    assert forms.forms_of(Bound(torch.add), instance) == {}
-    assert forms.forms_of(Bound(torch.add, folded=lambda *_: None), replace(instance, m=0)) == {}
+    bound = Bound(torch.add, folded=lambda *_: None)
+    found = forms.folded_of(bound, instance)
+    assert found is not None
+    assert found.lead == lead
+    assert forms.folded_of(Bound(torch.add), instance) is None
+    assert forms.folded_of(bound, replace(instance, m=0)) is None
 
 
 # -- random inputs ------------------------------------------------------------------------

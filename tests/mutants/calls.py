@@ -87,7 +87,7 @@ PLANS = [
     Mutant("plan-scales", "plan.py", "            if planned != found:\n",
            "            if planned != found and name not in EXTRAS:\n",
            "one number is read as a row of them", (PLAN,)),
-    Mutant("plan-alpha", "plan.py", 'namespace |= {"alpha": call.alpha}', 'namespace |= {"alpha": 1.0}',
+    Mutant("plan-alpha", "plan.py", '"alpha": call.alpha}', '"alpha": 1.0}',
            "a plan's alpha is ignored", (PLAN,)),
     Mutant("extra-strided", "plan.py", '("" if grid else ".contiguous()")', '""',
            "a scale with gaps is read as if it had none",

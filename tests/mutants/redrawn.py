@@ -96,7 +96,7 @@ REDRAWN = [
             "test_a_suite_of_given_sizes_and_dtypes_has_these_alone",)),
     Mutant("redrawn-rounds-of-forms", "verify/ways_of_use.py",
            "forms[:1] if plan.of_values else forms", "forms[:1]",
-           "a plan's source is never launched on other strides and modes",
+           "a launcher of N-D operands is never launched on other strides and modes",
            ("tests/core/test_boundaries_rounds.py::"
             "test_each_form_is_launched_in_every_round_unless_only_values_are_unusual",)),
     Mutant("redrawn-rows-gathered-from", "verify/further_inputs.py",

@@ -5,24 +5,8 @@ from __future__ import annotations
 import itertools
 import linecache
 import weakref
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
-
-
-class Body(NamedTuple):
-    """A launcher's source, which a plan writes out after its own checks.
-
-    Attributes:
-        on_device: Takes an expression; returns a statement that evaluates it on the launch's device
-            if another device is current.
-        lines: Statements that end with the return of the output. They use a launcher's arguments by
-            name, and ``<name>_ptr`` (see :func:`address`).
-        namespace: The other names that the statements use.
-    """
-
-    on_device: Callable[[str], str]
-    lines: tuple[str, ...]
-    namespace: Mapping[str, Any]
+from collections.abc import Iterable
+from typing import Any
 
 
 def address(tensor: str) -> str:

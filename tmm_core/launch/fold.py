@@ -104,7 +104,7 @@ class Fold(NamedTuple):
 
     def wrap(
         self, launcher: Launcher | Bound, a: Tensor, b: Tensor, residual: Tensor | None
-    ) -> Launcher | Bound:
+    ) -> Launcher:
         """Return a launcher that takes and returns N-D tensors with exactly these strides."""
         bound = Bound.of(launcher)
         call: Any = bound.run  # may also take extras

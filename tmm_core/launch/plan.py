@@ -19,7 +19,7 @@ from tmm_core.launch.check import (
     product_shape,
     refuse_overlap,
 )
-from tmm_core.launch.codegen import Body, address, written
+from tmm_core.launch.codegen import address, written
 from tmm_core.spec.arguments import (
     EXTRAS,
     FIELDS,
@@ -106,8 +106,6 @@ class Plan(_Callable):
     launcher: Launcher
     #: The launcher with all extras as positional arguments. It passes on the plan's extras.
     with_extras: Callable[..., Tensor]
-    #: The launcher's own source, if it has one.
-    body: Body | None
 
     @classmethod
     def of(
@@ -118,11 +116,11 @@ class Plan(_Callable):
         call: Arguments | GroupedArguments,
     ) -> Plan:
         """Return the plan for the tensors of ``call``."""
-        bound = Bound.of(launcher)
+        run = Bound.of(launcher).run
         extras = EXTRAS if isinstance(call, Arguments) else GROUPED_EXTRAS
         given = [name for name in extras if getattr(call, name) is not None]
-        with_extras = _with_extras(problem, bound.run, extras, given) if given else bound.run
-        return cls(problem, choice, bound.run, with_extras, bound.body)
+        with_extras = _with_extras(problem, run, extras, given) if given else run
+        return cls(problem, choice, run, with_extras)
 
     def __deepcopy__(self, memo: Any = None) -> Plan:
         """The plan itself, which never changes: a model that holds a plan can be copied."""
@@ -187,19 +185,16 @@ class Plan(_Callable):
 
     def _written(self, call: Arguments) -> Callable[..., Tensor]:
         """Return the function that a call runs: checks that read each tensor once, then the
-        launcher, inlined if it has source."""
+        launcher."""
         named = zip(TENSORS, call.tensors, strict=True)
         signatures = {name: signature(name)(t) for name, t in named if t is not None}
         given, extras = list(signatures), [name for name in EXTRAS if name in signatures]
-        body = self.body
         # The address modulo 16 of each tensor that kernels address.
         planned = {n: seen[3] for n, seen in signatures.items() if ROLE[n].key == SIGNATURE}
-        pointers = [address(name) for name in planned]
         absent = [f" or {name} is not None" for name in TENSORS if name not in given]
         everything = ", ".join(TENSORS)
         again = f"call(a, b, bias, residual, out{keywords(EXTRAS)})"
-        namespace = {**(body.namespace if body else {}), "plan_launcher": self.launcher}
-        namespace |= {"alpha": call.alpha}
+        namespace: dict[str, Any] = {"plan_launcher": self.launcher, "alpha": call.alpha}
         renewed = False
 
         def check(*tensors: Tensor | None) -> None:
@@ -225,21 +220,17 @@ class Plan(_Callable):
             "if any_autocasts() and plan_autocasts():",
             "    with plan_as_it_is():",
             f"        return {again}",
-            body.on_device(again) if body else "pass",
             f"if not plan_same({', '.join(given)}){''.join(absent)}:",
             f"    plan_check({everything})",
-            *pointers,
+            *map(address, planned),
             f"if {_misaligned(planned)}:",
             f"    plan_check({everything})",
             "if out is not None:",
             f"    plan_check_out(out, {', '.join(given)})",
         ]
         lines += [_pack(self.problem, name) for name in extras]
-        if body is not None:
-            lines += [line for line in body.lines if line not in pointers]
-        else:
-            launched = keywords(ROLE[name].keyword for name in extras)
-            lines.append(f"return plan_launcher({', '.join(LAUNCHED)}{launched})")
+        launched = keywords(ROLE[name].keyword for name in extras)
+        lines.append(f"return plan_launcher({', '.join(LAUNCHED)}{launched})")
         common = [name for name in TENSORS if name not in EXTRAS]
         taken = [*common, "out", "*", *EXTRAS]
         return written("call", parameters(taken), lines, namespace)  # type: ignore[no-any-return]

@@ -39,13 +39,11 @@ class Launcher(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Bound:
-    """A launcher with faster ways to launch it, which ``bind`` may return instead of a function. It
+    """A launcher and its form for N-D operands, which ``bind`` may return instead of a function. It
     is called like the launcher.
 
     Args:
         run: The launcher.
-        body: The launcher's statements, which a plan inlines after its own checks
-            (:class:`tmm_core.launch.codegen.Body`).
         folded: Makes a launcher for N-D operands that creates no views, since two views cost 2 µs
             in a call whose kernel may take 3. Its arguments are the fold
             (:class:`tmm_core.launch.fold.Fold`), the caller's a, b and residual, and a launcher
@@ -54,8 +52,7 @@ class Bound:
     """
 
     run: Launcher
-    body: Any = None
-    folded: Callable[..., Launcher | Bound | None] | None = None
+    folded: Callable[..., Launcher | None] | None = None
 
     def __call__(self, *arguments: Any, **extras: Any) -> torch.Tensor:
         return self.run(*arguments, **extras)

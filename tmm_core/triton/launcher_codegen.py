@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from tmm_core import compat
-from tmm_core.launch.codegen import Body, address, written
+from tmm_core.launch.codegen import address, written
 from tmm_core.launch.fold import Fold
 from tmm_core.spec.arguments import LAUNCHED, LAUNCHED_PARTS, keywords, launch_parameters
 from tmm_core.spec.launcher import Bound, Launcher
@@ -91,12 +91,9 @@ def launcher(
         count, names.namespace["workspace_dtype"] = workspace
         scratch.append(f"workspace = {make.format((count,), (1,), 'workspace_dtype')}")
 
-    def on_device(again: str) -> str:
-        return first.guard(_prefix(0), again)
-
     def function(
         shape: Sequence[int], out: Iterable[str], known: Iterable[str], more: Mapping[str, Any]
-    ) -> tuple[Launcher, Body | None]:
+    ) -> Launcher:
         """Return the launcher for an output of ``shape``, which ``out`` allocates, and tensors with
         ``known`` strides."""
         strides = torch.empty(tuple(shape), device="meta").stride()
@@ -105,23 +102,17 @@ def launcher(
         namespace = names.namespace | {"shape": tuple(shape), "strides": strides, **more}
         given = [f"output_{i} = outputs[{i}]" for i in range(outputs)]
         more_given, handed = (", outputs=()", ", outputs=outputs") if outputs else ("", "")
-        lines = [*given, *out, *scratch, *names.preparation(known), *calls, "return out"]
-        run = written(
-            "run",
-            (", ".join((*LAUNCHED, *extras)) if extras else launch_parameters()) + more_given,
-            [
-                on_device(
-                    f"run({', '.join(LAUNCHED)}{keywords(extras or LAUNCHED_PARTS)}{handed})"
-                ),
-                *lines,
-            ],
-            namespace,
-        )
-        return run, Body(on_device, tuple(lines), namespace) if compiled else None
+        again = f"run({', '.join(LAUNCHED)}{keywords(extras or LAUNCHED_PARTS)}{handed})"
+        lines = [
+            first.guard(_prefix(0), again), *given, *out, *scratch, *names.preparation(known),
+            *calls, "return out",
+        ]  # fmt: skip
+        taken = ", ".join((*LAUNCHED, *extras)) if extras else launch_parameters()
+        return written("run", taken + more_given, lines, namespace)  # type: ignore[no-any-return]
 
     def folded(
         fold: Fold, a: Tensor, b: Tensor, residual: Tensor | None, by_views: Launcher
-    ) -> Bound | None:
+    ) -> Launcher | None:
         """The launcher for N-D tensors without views: kernels use only a tensor's address, which a
         view shares, and strides, which are known. A view is made only to build a descriptor, which
         is then cached."""
@@ -139,7 +130,7 @@ def launcher(
             new_out,
             "out_stride = out_flat",
         ]
-        return Bound(*function(fold.shape, lines, flat, more))
+        return function(fold.shape, lines, flat, more)
 
     lines = [
         "if out is None:",
@@ -148,7 +139,7 @@ def launcher(
         "else:",
         "    out_stride = out.stride()",
     ]
-    return Bound(*function(shape, lines, (), {}), folded)
+    return Bound(function(shape, lines, (), {}), folded)
 
 
 def _composed(outer: Callable[[Any], Any], inner: Callable[[Any], Any]) -> Callable[[Any], Any]:

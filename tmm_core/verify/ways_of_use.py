@@ -16,12 +16,12 @@ from typing import Any
 import torch
 
 from tmm_core.launch.fold import Fold
-from tmm_core.spec.launcher import Bound
+from tmm_core.spec.launcher import Launcher
 from tmm_core.spec.problem import Problem
 from tmm_core.spec.steps import Steps
 from tmm_core.verify.checked_launch import CheckedLauncher
 from tmm_core.verify.data_sets import InputSet
-from tmm_core.verify.forms import WrongError, flattened, forms_of, source_of
+from tmm_core.verify.forms import WrongError, flattened, folded_of
 from tmm_core.verify.further_inputs import Mode, Round, plans_of, restoring
 from tmm_core.verify.guard_bands import in_class
 from tmm_core.verify.ragged_inputs import Inputs, divided
@@ -44,41 +44,38 @@ class WaysOfUse(CheckedLauncher):
     _forms: list[WaysOfUse] | None = None
 
     def forms(self, limit: int | None = None) -> Steps[None]:
-        """Launch the launcher's source as a plan calls it, and its folded form on N-D operands of
-        up to ``limit`` shapes."""
+        """Launch the launcher's folded form on N-D operands of up to ``limit`` shapes."""
         bound, problem, of = self._bound, self._data.problem, self._data.sets()[0]
         for form in self.every_form()[1:]:
             form._try(of)
             yield ()
-        if len(self.every_form()) == 1 or bound.folded is None:
+        if len(self.every_form()) == 1:
             return
         for given, shape in itertools.islice(folds(problem, of.inputs), limit):
             fold = Fold.of(given.a, given.b, given.residual, torch.Size(shape))
             if fold is not None:
                 wrapped = fold.wrap(bound, given.a, given.b, given.residual)
-                self._folded(of, given, Bound.of(wrapped), shape)
+                self._folded(of, given, wrapped, shape)
                 yield ()
 
-    def _folded(self, of: InputSet, given: Inputs, bound: Bound, shape: tuple[int, ...]) -> None:
-        forms: list[Any] = [bound.run]
-        if bound.body is not None:
-            forms.append(source_of(bound, self._data.problem))
+    def _folded(
+        self, of: InputSet, given: Inputs, launcher: Launcher, shape: tuple[int, ...]
+    ) -> None:
+        def flat() -> Tensor:
+            return flattened(given.launch(launcher, None), shape, self._data.problem)
+
         when = f", for operands of shapes {tuple(given.a.shape)} and {tuple(given.b.shape)}"
-        for form in forms:
-
-            def flat(form: Any = form) -> Tensor:
-                return flattened(given.launch(form, None), shape, self._data.problem)
-
-            self._try(of, when, form=flat)
+        self._try(of, when, form=flat)
 
     def every_form(self) -> list[WaysOfUse]:
-        """Return these checks, and the checks of each other form of the launcher."""
+        """Return these checks, and those of the launcher's other form if it has one."""
         if self._forms is None:
             data, self._forms = self._data, []
             if not (self._baseline or self._outputs or data.problem.groups) and data.allocates:
-                for name, launcher in forms_of(self._bound, data.problem).items():
-                    form = type(self)(data, launcher, self._deterministic, False, self._slack)
-                    form.called = f", {name}"
+                folded = folded_of(self._bound, data.problem)
+                if folded is not None:
+                    form = type(self)(data, folded, self._deterministic, False, self._slack)
+                    form.called = ", called with N-D operands"
                     self._forms.append(form)
         return [self, *self._forms]
 
