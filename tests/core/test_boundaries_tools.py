@@ -948,7 +948,6 @@ def test_a_cache_with_64_mebibytes_left_is_nearly_full(
     dispatcher = SimpleNamespace(default_dispatcher=lambda: SimpleNamespace(store=store))
     monkeypatch.setattr(doctor, "dispatch", dispatcher)
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
-    monkeypatch.setattr(verify, "current", lambda device: (5, 3))
     advice = "free some space, or move TMM_CACHE_DIR" if state == "problem" else ""
     # Folders of which one can be listed but not entered, and one entered but not listed.
     listed, entered = tmp_path / "listed", tmp_path / "entered"
@@ -968,8 +967,6 @@ def test_a_cache_with_64_mebibytes_left_is_nearly_full(
         ),
         ("records", "ok",
          f"2 records for {here.gpu}, 1 more for other versions (for untuned choices)", ""),
-        ("records", "ok", f"5 shipped for {here.gpu} and these versions, 2 for kernels that have "
-         "changed since", ""),
         ("misses", "note", "1 problems were met while tuning was forbidden", "tmm tune --misses"),
     ]  # fmt: skip
 
@@ -1058,8 +1055,6 @@ def test_records_of_the_lock_file_are_verified_where_it_alone_answers(
     deployed = CacheStore(tmp_path, [])
     found = [each.record.problem["m"] for each in verify.answering(deployed, H200)]
     assert sorted(found) == ([1] if locked == "1" else [1, 8])
-    monkeypatch.setattr(verify, "shipped_layers", lambda: (tmp_path,))
-    assert verify.current(H200)[0] == 2
 
 
 def test_an_absent_lock_file_is_reported_by_the_commands_that_list_records(
@@ -1069,19 +1064,6 @@ def test_an_absent_lock_file_is_reported_by_the_commands_that_list_records(
     monkeypatch.setenv("TMM_REQUIRE_LOCKED", "1")
     with pytest.warns(CacheWarning, match="there is no such file"):
         assert verify.answering(CacheStore(tmp_path, []), H200) == []
-
-
-def test_shipped_records_of_changed_kernels_are_not_usable(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    here = fingerprint(CPU)
-    saved(CacheStore(tmp_path / "own", []), here, 1, 2, 3)
-    unchanged = {1: FakeKernel("k"), 2: None, 3: FakeKernel("k")}
-    monkeypatch.setattr(verify, "_kernel", lambda record: unchanged[record.problem["m"]])
-    for layers, found in (([], (0, 0)), ([tmp_path / "own"], (3, 2)),
-                          ([tmp_path / "absent", tmp_path / "own"], (3, 2))):  # fmt: skip
-        monkeypatch.setattr(verify, "shipped_layers", lambda layers=layers: layers)
-        assert verify.current(here) == found
 
 
 def test_a_race_of_one_launch_in_twenty_is_met() -> None:
@@ -1810,19 +1792,6 @@ def test_a_cache_need_not_be_there_yet(tmp_path: Path, monkeypatch: pytest.Monke
         about, state, *_ = as_tuples(doctor._cache(CPU))[0]
         assert (about, state) == ("cache", "ok")
         assert store.root.stat().st_mode & 0o777 == 0o700
-
-
-@pytest.mark.parametrize(
-    ("shipped", "more"),
-    [((0, 0), None), ((5, 5), ""), ((5, 4), ", 1 for kernels that have changed since")],
-)
-def test_shipped_records_are_counted(
-    shipped: tuple[int, int], more: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(verify, "current", lambda device: shipped)
-    found = [each.text for each in doctor._cache(CPU) if " shipped for " in each.text]
-    text = f"5 shipped for {fingerprint(CPU).gpu} and these versions{more}"
-    assert found == ([] if more is None else [text])
 
 
 @pytest.mark.parametrize(

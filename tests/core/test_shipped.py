@@ -122,7 +122,6 @@ def test_shipped_records_are_chosen_by_and_checked(
     (document,) = json.loads(capsys.readouterr().out)
     assert (document["status"], document["kernel"]) == ("blas", "blas")
     assert document["error"] < 1e-4
-    assert verify.current(problem.device) == (1, 1)
 
     # A kernel that is no longer the one that was measured.
     (path,) = package.glob("v2/*/*/*[0-9a-f].json")
@@ -134,7 +133,6 @@ def test_shipped_records_are_chosen_by_and_checked(
     assert main(["verify", "--device", "cpu", "--json"]) == 0
     (document,) = json.loads(capsys.readouterr().out)
     assert document["status"] == "stale"
-    assert verify.current(problem.device) == (1, 0)
 
 
 @pytest.mark.parametrize(("fault", "status"), [("wrong", "wrong"), ("raises", "failed")])

@@ -35,7 +35,7 @@ from tmm_core.registry.registry import DISTRIBUTION, Registry
 from tmm_core.spec.device import fingerprint, interpreting, triton_version
 from tmm_core.spec.kernel import Candidate, Kernel
 from tmm_core.spec.problem import Problem
-from tmm_core.tools.commands import doctor_toolchain, variables, verify
+from tmm_core.tools.commands import doctor_toolchain, variables
 from tmm_core.tools.commands import options as shared
 from tmm_core.tools.commands.doctor_toolchain import Finding
 from tmm_core.tuning.first_launch import FirstLaunches
@@ -227,12 +227,6 @@ def _cache(device: torch.device) -> Iterator[Finding]:
     if other := len(same) - sum(same):
         text += f", {other} more for other versions (for untuned choices)"
     yield Finding("records", "ok", text)
-    shipped, usable = verify.current(gpu)
-    if shipped:
-        text = f"{shipped} shipped for {gpu.gpu} and these versions"
-        if usable < shipped:
-            text += f", {shipped - usable} for kernels that have changed since"
-        yield Finding("records", "ok", text)
     missed = [miss for miss in store.misses() if miss.gpu == gpu.gpu]
     if missed:
         text = f"{len(missed)} problems were met while tuning was forbidden"

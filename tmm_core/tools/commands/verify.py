@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from tmm_base.console import DONE, FOUND, INTERRUPTED, counted, note, print_json, print_line
-from tmm_cache import CacheStore, Summary, TuningRecord, digest, shipped_layers
+from tmm_cache import CacheStore, Summary, TuningRecord, digest
 
 from tmm_core import dispatch, settings
 from tmm_core.bench import report
@@ -98,18 +98,6 @@ def answering(store: CacheStore, device: DeviceFingerprint) -> list[Summary[Tuni
         if entry.environment_digest == environment:
             found.setdefault(entry.digest, entry)
     return list(found.values())
-
-
-def current(device: DeviceFingerprint) -> tuple[int, int]:
-    """The number of shipped records for this GPU and these versions, and how many of them match
-    the current kernels."""
-    layers = shipped_layers()
-    if not layers:
-        return 0, 0
-    store = CacheStore(layers[0], layers[1:])
-    store.locked = False  # what is shipped, whatever answers
-    entries = answering(store, device)
-    return len(entries), sum(_kernel(entry.record) is not None for entry in entries)
 
 
 def verified(
