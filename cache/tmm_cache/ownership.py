@@ -13,7 +13,7 @@ import stat
 from pathlib import Path
 from typing import Final
 
-from tmm_base.guards import reraise, suppress
+from tmm_base.guards import reraise
 
 _OTHERS_WRITE: Final = stat.S_IWGRP | stat.S_IWOTH
 #: A folder that may be entered and not listed can be opened with O_PATH only, which Linux has.
@@ -52,21 +52,6 @@ def foreign(root: Path) -> str | None:
     if status.st_uid == os.geteuid() and not stat.S_ISDIR(status.st_mode):
         return None  # reading will report it
     return foreign_status(status)
-
-
-def foreign_below(top: Path) -> list[str]:
-    """Return a folder and files in it that others may have written, each with the reason that
-    `foreign_file` would give. Empty if the cache is shared on purpose or it cannot be listed."""
-    found: list[str] = []
-    if is_shared():
-        return found
-    for folder, _, names in os.walk(top):
-        for path in (folder, *(os.path.join(folder, name) for name in names)):
-            with suppress(OSError):  # gone by now
-                status = os.lstat(path)
-                reason = "is a link" if stat.S_ISLNK(status.st_mode) else foreign_status(status)
-                found += [f"{path} {reason}"] if reason else []
-    return found
 
 
 def foreign_file(root: Path, path: Path, handle: int) -> str | None:

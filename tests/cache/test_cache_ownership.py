@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from cache_builders import ENVIRONMENT, GPU, problem, record, warned
-from tmm_cache import CacheStore, Notes, disk, notes, ownership
+from tmm_cache import CacheStore, Notes, disk, notes
 
 #: A user that is neither root nor, most likely, the one who runs the tests.
 STRANGER = 54321
@@ -105,26 +105,6 @@ def test_a_root_shared_on_purpose_is_trusted(path: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv("TMM_CACHE_SHARED", "yes")  # nothing but 1 declares it
     with warned("can be written by others"):
         assert not trusted()
-
-
-def test_files_below_a_folder_that_others_may_have_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder, top = tmp_path / "top" / "in", tmp_path / "top"
-    folder.mkdir(parents=True, mode=0o700)
-    for name, mode in (("own", 0o644), ("open", 0o646), ("group", 0o664)):
-        (folder / name).touch()
-        (folder / name).chmod(mode)
-    (top / "link").symlink_to(folder / "own")
-    top.chmod(0o755)
-    assert ownership.foreign_below(tmp_path / "absent") == []
-    assert ownership.foreign_below(folder / "own") == []
-    others = {f"{folder / name} can be written by others" for name in ("open", "group")}
-    assert {*ownership.foreign_below(top)} == {*others, f"{top / 'link'} is a link"}
-    folder.chmod(0o777)
-    assert len(ownership.foreign_below(top)) == 4
-    monkeypatch.setenv("TMM_CACHE_SHARED", "1")
-    assert ownership.foreign_below(top) == []
 
 
 @as_root

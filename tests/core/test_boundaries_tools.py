@@ -916,16 +916,6 @@ def test_the_toolchain_and_its_untried_kernels_are_shown_separately(
     assert list(doctor._toolchain(CPU)) == [parts, untried]
 
 
-def test_settings_that_were_changed_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor.os, "environ", {})
-    assert as_tuples(doctor._settings(CPU)) == [("settings", "ok", "the defaults", "")]
-    with settings.override(disable=["b", "a"], tune_budget=3.0):
-        assert as_tuples(doctor._settings(CPU)) == [
-            ("settings", "ok", "disable=a,b, tune_budget=3.0", "")
-        ]
-    assert doctor._shown(frozenset()) == "none"
-
-
 @pytest.mark.parametrize(
     ("free", "state", "text"),
     [
@@ -1400,20 +1390,6 @@ def test_a_result_at_its_tolerance_is_right(dtype: torch.dtype) -> None:
     assert wrong(limit) is None
     assert str(wrong(limit + 1e-3)).startswith("wrong, error 0.001")
     assert wrong(float("nan")) is not None
-
-
-@pytest.mark.parametrize(
-    ("others", "text"),
-    [([], None), (["a"], "a: records"), (["a", "b", "c"], "a (and 2 more): records")],
-)
-def test_files_that_others_can_write_are_counted(
-    others: list[str], text: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(doctor, "foreign", lambda path: None)
-    monkeypatch.setattr(doctor, "foreign_below", lambda path: others)
-    found = [each.text for each in doctor._cache(CPU) if each.state == "problem"]
-    assert len(found) == (text is not None)
-    assert text is None or found[0].startswith(text)
 
 
 # -- runs that end early or without a result -----------------------------------------------

@@ -92,20 +92,6 @@ def test_doctor_fits_and_has_a_legend(
     assert "\x1b" not in "".join(lines)
 
 
-def test_doctor_lists_the_settings_that_differ(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def line() -> str:
-        main(["doctor", "--device", "cpu"])
-        lines = capsys.readouterr().out.splitlines()
-        return next(each for each in lines if each.split()[0] == "settings")
-
-    with tmm_core.override(tune_share=0.1, tune_budget=20.0):
-        assert line().split(maxsplit=1)[1] == "the defaults"
-    with tmm_core.override(deterministic=True, disable={"triton.naive"}):
-        assert line().split(maxsplit=1)[1] == "disable=triton.naive, deterministic=True"
-
-
 @pytest.mark.parametrize("command", ["explain", "tune", "bench"])
 def test_every_option_has_a_help_text(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([command, "--help"]) == 0

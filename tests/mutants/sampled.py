@@ -515,12 +515,6 @@ SAMPLED = [
            "(row[:, None] < rows) & (left >= 0)\n",
            "the word after a row is read, in a page that may not exist",
            ("tests/plugins/test_realigned.py::test_no_word_outside_the_rows_is_read",)),
-    Mutant("sampled-shared-notes", "tmm_cache/ownership.py",
-           "    if is_shared():\n        return found\n",
-           "",
-           "tmm doctor warns of a cache that is shared on purpose",
-           ("tests/cache/test_cache_ownership.py::"
-            "test_files_below_a_folder_that_others_may_have_written",)),
     Mutant("sampled-silent-wait", "tmm_cache/locks.py",
            "            _log_wait()\n",
            "",

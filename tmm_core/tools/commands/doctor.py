@@ -13,7 +13,6 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,8 +20,7 @@ import torch
 from tmm_base import console
 from tmm_base.console import DONE, FOUND, print_json
 from tmm_cache.keys import digest
-from tmm_cache.ownership import foreign, foreign_below
-from tmm_cache.paths import NOTES
+from tmm_cache.ownership import foreign
 
 import tmm_core
 from tmm_core import dispatch, settings
@@ -172,20 +170,10 @@ def _settings(device: torch.device) -> Iterator[Finding]:
         else:
             yield Finding("variable", "ok", f"{name}={os.environ[name]}")
     try:
-        current = settings.current()
+        settings.current()
     except SettingsError as error:
         if not wrong:
             yield Finding("settings", "problem", str(error), "correct or unset it")
-        return
-    default = settings.Settings()
-    names = [field.name for field in fields(current) if field.name != "nested"]
-    changed = [name for name in names if getattr(current, name) != getattr(default, name)]
-    text = ", ".join(f"{name}={_shown(getattr(current, name))}" for name in changed)
-    yield Finding("settings", "ok", text or "the defaults")
-
-
-def _shown(value: object) -> str:
-    return ",".join(sorted(value)) or "none" if isinstance(value, frozenset) else str(value)
 
 
 def _cache(device: torch.device) -> Iterator[Finding]:
@@ -208,12 +196,9 @@ def _cache(device: torch.device) -> Iterator[Finding]:
             yield Finding("cache", "problem", f"{store.root}: {size}", advice)
         else:
             yield Finding("cache", "ok", f"{store.root}, {size}")
-    reason = foreign(store.root)
-    others = [f"{store.root} {reason}"] if reason else foreign_below(store.root / NOTES)
-    if others:
-        more = f" (and {len(others) - 1} more)" if len(others) > 1 else ""
-        text = f"{others[0]}{more}: records are verified again in each process"
-        advice = "chown or chmod them, or set TMM_CACHE_SHARED=1 if all its users are trusted"
+    if (reason := foreign(store.root)) is not None:
+        text = f"{store.root} {reason}: records are verified again in each process"
+        advice = "chown or chmod it, or set TMM_CACHE_SHARED=1 if all its users are trusted"
         yield Finding("cache", "problem", text, advice)
     for layer in store.layers:
         if os.access(layer, os.R_OK | os.X_OK):
