@@ -181,7 +181,7 @@ def print_json(value: Any) -> None:
     Characters that stdout cannot encode are escaped as JSON escapes them, and not as Python does.
     """
     # json writes them by the names that `parse_constant` reads.
-    finite = json.loads(json.dumps(value, default=dict), parse_constant=lambda _: None)
+    finite = json.loads(json.dumps(value), parse_constant=lambda _: None)
     text = json.dumps(finite, indent=2, ensure_ascii=False)
     try:
         text.encode(getattr(sys.stdout, "encoding", None) or "utf-8")
