@@ -47,14 +47,13 @@ from tmm_core import (
 )
 from tmm_core.epilogues import EPILOGUES, parse, text_of
 from tmm_core.interop import flops
-from tmm_core.registry import hooks, places, query
+from tmm_core.registry import hooks, places, query, watched_call
 from tmm_core.registry.registry import Fault, Registry, Source
 from tmm_core.settings import current
 from tmm_core.spec import epilogue as epilogues
 from tmm_core.spec.anatomy import Resources
 from tmm_core.spec.epilogue import IDENTITY
 from tmm_core.spec.kernel import Candidate
-from tmm_core.verify import watched_call
 
 BF16, F32 = torch.bfloat16, torch.float32
 INT8 = formats.named("int8")
@@ -238,11 +237,9 @@ def test_an_import_or_a_hook_leaves_how_torch_computes(place: str, fails: bool) 
 
         brought.tmm_kernels = tmm_kernels  # type: ignore[attr-defined]
     r = registry(Inferring("a", brought), baseline=FakeBlas)
-    r.around_import = watched_call.putting_back
     drawn = random.getstate(), torch.get_rng_state().tolist()
     with pytest.warns(TmmWarning) as caught:
         assert names(r) == (["blas"] if fails else ["a", "blas"])
-    assert dispatch._Own()().registry.around_import is watched_call.putting_back
     assert torch.is_grad_enabled()
     assert torch.get_default_dtype() is F32
     assert torch.get_float32_matmul_precision() == "highest"
@@ -310,8 +307,6 @@ def test_a_block_that_a_plugin_leaves_open_changes_no_settings(place: str) -> No
 
         brought.tmm_kernels = tmm_kernels  # type: ignore[attr-defined]
     r = registry(Opening("a", brought), baseline=FakeBlas)
-    r.around_import = watched_call.putting_back
-    r.around_query = partial(watched_call.putting_back, watched_call.OF_THE_THREAD)
     with override(tune_budget=3.0) as own:
         with pytest.warns(TmmWarning, match="changed tmm's settings, which was put back"):
             r.candidates(problem(), settings())
@@ -1155,17 +1150,18 @@ def test_no_epilogue_is_none_or_an_empty_chain() -> None:
 
 @pytest.mark.parametrize(("distribution", "watched"), [("tmm-core", False), ("other", True)])
 def test_the_state_around_queries_of_tmms_own_kernels_is_not_compared(
-    distribution: str, watched: bool
+    distribution: str, watched: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It takes a millisecond, in each first call."""
-    entered: list[bool] = []
+    entered: list[Any] = []
 
     @contextlib.contextmanager
-    def around() -> Iterator[list[str]]:
-        entered.append(True)
+    def around(names: Any) -> Iterator[list[str]]:
+        entered.append(names)
         yield []
 
+    monkeypatch.setattr(query, "putting_back", around)
     source = Source("p", distribution)
-    checked: Any = query.CheckedKernel(FakeKernel("k", tiles=(3,)), source, around)
+    checked: Any = query.CheckedKernel(FakeKernel("k", tiles=(3,)), source)
     assert [config.tile for config in checked.configs(problem())] == [3]
     assert bool(entered) is watched

@@ -33,6 +33,7 @@ from tmm_core import Groups, Operand, Port
 from tmm_core.epilogues import parse
 from tmm_core.epilogues.clamped_swiglu import CLAMPED
 from tmm_core.formats import FORMATS
+from tmm_core.registry import process_state, watched_call
 from tmm_core.spec.epilogue import Epilogue
 from tmm_core.spec.launcher import Bound
 from tmm_core.spec.operand import Scale
@@ -45,10 +46,8 @@ from tmm_core.verify import (
     further_inputs,
     guard_bands,
     nonfinite,
-    process_state,
     ragged_inputs,
     random_inputs,
-    watched_call,
     ways_of_use,
 )
 from tmm_core.verify.checked_launch import CheckedLauncher

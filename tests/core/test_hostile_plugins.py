@@ -31,12 +31,12 @@ import tmm_core
 from tmm_core import Config, Epilogue, Supports, TmmWarning, Traits, dispatch
 from tmm_core.dispatch.dispatcher import Dispatcher
 from tmm_core.launch import warm
+from tmm_core.registry import watched_call
 from tmm_core.registry.registry import Registry
 from tmm_core.spec.device import fingerprint
 from tmm_core.spec.steps import Steps
 from tmm_core.tuning.stages import Tuning
 from tmm_core.tuning.tuner import Tuner
-from tmm_core.verify import watched_call
 
 A, B = torch.randn(64, 16), torch.randn(16, 32)
 

@@ -19,10 +19,10 @@ from tmm_cache import CacheStore
 
 from tmm_core import Groups, PluginError, Problem, TmmWarning
 from tmm_core.dispatch.dispatcher import Dispatcher
+from tmm_core.registry.process_state import State
 from tmm_core.registry.registry import Registry
 from tmm_core.testing import KernelConformance
 from tmm_core.tuning.tuner import Tuner
-from tmm_core.verify.process_state import State
 
 CPU = torch.device("cpu")
 ALL = {**LIES, **FURTHER}

@@ -33,7 +33,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tmm_core import settings
-from tmm_core.verify import process_state, watched_call
+from tmm_core.registry import process_state, watched_call
 
 CPU = torch.device("cpu")
 cuda = torch.backends.cuda

@@ -15,7 +15,7 @@ SUPPORTS = "tests/core/test_supports.py"
 
 CORNERS = [
     Mutant("elsewhere-import-changes", "registry/registry.py",
-           "if source.is_ours else self.around_import()", "if True else self.around_import()",
+           "if source.is_ours else putting_back()", "if True else putting_back()",
            "after the first product, no gradients are recorded: a plugin turned them off at its import",
            ("tests/core/test_boundaries_registry.py::test_an_import_or_a_hook_leaves_how_torch_computes",)),
     Mutant("elsewhere-import-in-mode", "registry/registry.py",
@@ -26,7 +26,7 @@ CORNERS = [
            "a kernel that is first called in inference mode cannot write to its own memory in training",
            ("tests/core/test_invalid_results.py::test_the_memory_of_a_launcher_is_for_calls_in_every_mode",)),
     Mutant("elsewhere-query-changes", "registry/query.py",
-           "watched(what, patience), self._around() as", "watched(what, patience), changes_nothing() as",
+           "if self.source.is_ours else putting_back(OF_THE_THREAD)", "if True else putting_back(OF_THE_THREAD)",
            "a plugin's query turns gradients off, and the program trains nothing",
            ("tests/core/test_boundaries_registry.py::test_a_query_leaves_how_the_callers_thread_computes",)),
     Mutant("damaged-metadata", "tmm_cache/paths.py",

@@ -11,7 +11,7 @@ PLANTED = [
            "two tunings hold memory for their measurements at once",
            ("tests/core/test_background.py::"
             "test_only_the_oldest_tuning_measures_after_it_has_waited",)),
-    Mutant("planted-state-after-exit", "verify/watched_call.py",
+    Mutant("planted-state-after-exit", "registry/watched_call.py",
            "        except BaseException as error:\n            reraise(error)\n            errors",
            "        except Exception as error:\n            reraise(error)\n            errors",
            "what a launch changed stays changed if it calls sys.exit",

@@ -347,43 +347,43 @@ SYSTEMATIC_CORE = [
            "a plugin's config that cannot be read later ends the tuning of all kernels",
            ("tests/core/test_hostile_plugins.py::"
             "test_a_config_that_changes_costs_its_kernel_at_most",)),
-    Mutant("binds-watched-at-once", "verify/watched_call.py",
+    Mutant("binds-watched-at-once", "registry/watched_call.py",
            "if not lock.acquire(timeout=TURN):", "if not lock.acquire(timeout=0):",
            "a default dtype that a bind set stays, or a launch is blamed for it",
            ("tests/core/test_hostile_plugins.py::"
             "test_binds_of_plugins_exclude_each_other_unless_one_is_slow",
             "tests/core/test_process_state.py::"
             "test_a_launch_is_not_taken_for_the_bind_of_another_thread")),
-    Mutant("watched-waits-for-the-slow", "verify/watched_call.py",
+    Mutant("watched-waits-for-the-slow", "registry/watched_call.py",
            "_watching = lock = threading.Lock()\n        lock", "lock = threading.Lock()\n        lock",
            "every launch waits a second beside a bind that hangs",
            ("tests/core/test_process_state.py::test_a_launch_waits_once_for_a_bind_that_hangs",)),
-    Mutant("watched-once", "verify/process_state.py",
+    Mutant("watched-once", "registry/process_state.py",
            'return self.pieces[name].owner == "main" and not self._beside_main', "return False",
            "a library that a first launch imports allows TF32 for the whole process",
            ("tests/core/test_process_state.py::"
             "test_how_torch_computes_is_taken_back_if_it_changes_once",)),
-    Mutant("watched-slow-launches", "verify/watched_call.py",
+    Mutant("watched-slow-launches", "registry/watched_call.py",
            "idle = min(max(_IDLE, time.monotonic() - began), _LONGEST_IDLE)", "idle = _IDLE",
            "a slow launch is blamed for random numbers that another thread draws now and then",
            ("tests/core/test_process_state.py::"
             "test_a_slow_launch_is_not_blamed_for_occasional_changes_by_another_thread",)),
-    Mutant("watched-entries", "verify/process_state.py",
+    Mutant("watched-entries", "registry/process_state.py",
            "            of().pop(name, None)\n", "            del of()[name]\n",
            "a variable that another thread removes ends a verification, half restored",
            ("tests/core/test_boundaries_verify.py::"
             "test_another_thread_may_remove_state_while_it_is_read_or_restored",)),
-    Mutant("watched-folders", "verify/process_state.py",
+    Mutant("watched-folders", "registry/process_state.py",
            "with suppress(OSError):  # another thread removed it", "if True:",
            "a folder that another thread removes ends a verification",
            ("tests/core/test_boundaries_verify.py::"
             "test_another_thread_may_remove_state_while_it_is_read_or_restored",)),
-    Mutant("watched-profilers", "verify/process_state.py",
+    Mutant("watched-profilers", "registry/process_state.py",
            "return Piece(read, restore)", 'return Piece(read, restore, "thread")',
            "a launch is blamed for a profiler that another thread starts",
            ("tests/core/test_process_state.py::"
             "test_a_profiler_of_another_thread_does_not_count_as_a_launchs_change",)),
-    Mutant("watched-c-profilers", "verify/process_state.py",
+    Mutant("watched-c-profilers", "registry/process_state.py",
            "if function is None or callable(function):", "if True:",
            "a profiler in C raises at every line after a launch that was watched",
            ("tests/core/test_process_state.py::"

@@ -203,7 +203,7 @@ VERIFICATION = [
     ),
     Mutant(
         "state-alarms",
-        "verify/process_state.py",
+        "registry/process_state.py",
         "lambda before: before or signal.setitimer(alarm, 0)",
         "lambda _: None",
         "an alarm of a refused kernel ends the process later",
@@ -211,7 +211,7 @@ VERIFICATION = [
     ),
     Mutant(
         "state-module-hooks",
-        "verify/process_state.py",
+        "registry/process_state.py",
         "of().update(before)",
         "of().clear()",
         "the user's hooks of all modules go with those of a refused kernel",

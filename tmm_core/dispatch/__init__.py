@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import sys
 import threading
@@ -49,12 +48,8 @@ class _Own:
 
                     from tmm_core.dispatch.dispatcher import Dispatcher
                     from tmm_core.registry.registry import Registry
-                    from tmm_core.verify.watched_call import OF_THE_THREAD, putting_back
 
-                    registry = Registry.from_environment()
-                    registry.around_import = putting_back
-                    registry.around_query = functools.partial(putting_back, OF_THE_THREAD)
-                    self.made = Dispatcher(registry, None, CacheStore())
+                    self.made = Dispatcher(Registry.from_environment(), None, CacheStore())
             return self.made
 
     def cache_clear(self) -> None:

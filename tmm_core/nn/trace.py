@@ -30,7 +30,7 @@ from torch import fx, nn
 from tmm_core.errors import error_message, reraise
 from tmm_core.nn.reached import Reached, body, is_torchs
 from tmm_core.nn.symbols import Child, NotProvenError, graph_of, traced
-from tmm_core.verify.watched_call import putting_back
+from tmm_core.registry.watched_call import putting_back
 
 #: Values that cannot change in place; a comparison shows whether the attribute was assigned anew.
 CONSTANTS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.memory_format)

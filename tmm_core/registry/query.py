@@ -14,7 +14,7 @@ import math
 import numbers
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import fields
 from itertools import islice
 from typing import Any, TypeVar
@@ -43,6 +43,7 @@ from tmm_core.errors import (
     warn_of_plugin,
 )
 from tmm_core.registry.places import place_of
+from tmm_core.registry.watched_call import OF_THE_THREAD, putting_back
 from tmm_core.settings import nested
 from tmm_core.spec.anatomy import Anatomy, Resources
 from tmm_core.spec.code import version_of
@@ -85,11 +86,6 @@ def read_config(kernel: Kernel[Any], document: Mapping[str, Any]) -> Config:
         raise kernel._failed("config_type", error) from error
 
 
-def changes_nothing() -> AbstractContextManager[list[str]]:
-    """A context that restores nothing, and yields the names of what it restored."""
-    return nullcontext([])
-
-
 class CheckedKernel(Kernel[Any]):
     """A registered kernel whose results are checked.
 
@@ -99,8 +95,6 @@ class CheckedKernel(Kernel[Any]):
     Args:
         kernel: A plugin's kernel.
         source: Its origin, which messages name.
-        around: Makes a context for a query. It restores how this thread computes, and yields the
-            names of what it restored.
 
     Raises:
         PluginError: It is not a kernel, or its identifying attributes are invalid.
@@ -112,18 +106,12 @@ class CheckedKernel(Kernel[Any]):
     traits: Traits  # type: ignore[misc]
     config_type: type[Config]  # type: ignore[misc]
 
-    def __init__(
-        self,
-        kernel: Any,
-        source: Any,
-        around: Callable[[], AbstractContextManager[list[str]]] = changes_nothing,
-    ) -> None:
+    def __init__(self, kernel: Any, source: Any) -> None:
         if not issubclass(type(kernel), Kernel):  # isinstance would believe its __class__
             hint = " (the class; return an instance)" if isinstance(kernel, type) else ""
             raise PluginError(f"tmm_kernels must return Kernel objects, got {shown(kernel)}{hint}")
         self.kernel: Kernel[Any] = kernel
         self.source = source
-        self._around = changes_nothing if source.is_ours else around
         #: Why it is set aside; None if it is not.
         self.fault: str | None = None
         self._lock = threading.Lock()
@@ -287,7 +275,7 @@ class CheckedKernel(Kernel[Any]):
     @contextmanager
     def _running(self, method: str, patience: float | None = None) -> Iterator[None]:
         """A context for the kernel's own code. BLAS serves the products that this code computes,
-        and code that does not return is reported."""
+        code that does not return is reported, and how this thread computes is restored."""
 
         def what() -> str:
             return (
@@ -295,7 +283,8 @@ class CheckedKernel(Kernel[Any]):
                 f"TMM_DISABLE_PLUGINS={self.source.plugin}"
             )
 
-        with nested(), watched(what, patience), self._around() as changed:
+        around = nullcontext(list[str]()) if self.source.is_ours else putting_back(OF_THE_THREAD)
+        with nested(), watched(what, patience), around as changed:
             yield
         if changed:
             raise InvalidResultError(f"changed {' and '.join(changed)}, which was put back")

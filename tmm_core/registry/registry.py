@@ -13,7 +13,7 @@ import os
 import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -38,7 +38,8 @@ from tmm_core.launch import warm
 from tmm_core.launch.collector import collector_off
 from tmm_core.launch.nesting import turn
 from tmm_core.registry.hooks import HOOKS, Hooks
-from tmm_core.registry.query import CheckedKernel, changes_nothing
+from tmm_core.registry.query import CheckedKernel
+from tmm_core.registry.watched_call import putting_back
 from tmm_core.settings import POINTWISE, Settings, names, nested
 from tmm_core.spec.code import format_code
 from tmm_core.spec.epilogue import IDENTITY, INTERNED, Epilogue, EpilogueLike
@@ -143,11 +144,6 @@ class Registry:
         #: The number of plugins that were registered by hand; choices follow from it.
         self.registered = 0
         self.loading_lock = threading.RLock()
-        #: Makes the context of an import or a hook of another's plugin. It yields a list, to which
-        #: it adds the names of what the plugin changed and it put back.
-        self.around_import: Callable[[], AbstractContextManager[list[str]]] = changes_nothing
-        #: The same for a query to a kernel.
-        self.around_query: Callable[[], AbstractContextManager[list[str]]] = changes_nothing
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] = os.environ) -> Registry:
@@ -291,7 +287,7 @@ class Registry:
     @contextmanager
     def _watched(self, what: str, source: Source) -> Iterator[None]:
         """A context for an import or a hook of ``source``. It restores how torch computes."""
-        around = changes_nothing() if source.is_ours else self.around_import()
+        around = nullcontext(list[str]()) if source.is_ours else putting_back()
         advice = f"to do without it, set TMM_DISABLE_PLUGINS={source.plugin}"
         message = f"{what} of {source} does not return; {advice}"
         with watched(lambda: message), around as changed:
@@ -342,7 +338,7 @@ class Registry:
                             add(thing, source)
 
     def _add_kernel(self, brought: Any, source: Source) -> None:
-        kernel = CheckedKernel(brought, source, self.around_query)
+        kernel = CheckedKernel(brought, source)
         if (other := self._kernels.get(kernel.name)) is not None:
             raise PluginError(f"kernel {kernel.name!r} is already registered by {other.source}")
         self._kernels[kernel.name] = kernel

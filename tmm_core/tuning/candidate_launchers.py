@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 import torch
 
 from tmm_core.errors import reraise
+from tmm_core.registry import watched_call
 from tmm_core.registry.query import CheckedKernel
 from tmm_core.spec.kernel import Candidate
 from tmm_core.spec.launcher import BASELINE, Launcher
@@ -25,7 +26,6 @@ from tmm_core.spec.steps import Steps
 from tmm_core.spec.threads import start_thread
 from tmm_core.tuning.compile_pool import Compilers
 from tmm_core.tuning.first_launch import FirstLaunches
-from tmm_core.verify import watched_call
 from tmm_core.verify.data_sets import default_limit
 from tmm_core.verify.environment_faults import BUDGET_ENDED
 from tmm_core.verify.forms import WrongError

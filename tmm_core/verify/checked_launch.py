@@ -16,8 +16,9 @@ from tmm_base.guards import suppress
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from tmm_core.launch import nesting
+from tmm_core.registry import watched_call
 from tmm_core.spec.launcher import Bound, Launcher
-from tmm_core.verify import compare, watched_call
+from tmm_core.verify import compare
 from tmm_core.verify.auxiliary_outputs import Outputs
 from tmm_core.verify.data_sets import DataSets, InputSet
 from tmm_core.verify.forms import WrongError

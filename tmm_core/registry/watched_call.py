@@ -14,7 +14,7 @@ from typing import TypeVar
 import torch
 
 from tmm_core.errors import reraise
-from tmm_core.verify.process_state import PIECES, State
+from tmm_core.registry.process_state import PIECES, State
 
 T = TypeVar("T")
 
