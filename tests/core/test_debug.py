@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from tmm_core.spec.device import interpreting
-from tmm_core.testing import breakpoint_if, check_tensors_ready, print_if
+from tmm_core.testing import breakpoint_if, print_if
 from tmm_core.testing.debug import holds, parse_condition
 
 interpreted = pytest.mark.skipif(not interpreting(), reason="kernels are not interpreted here")
@@ -182,53 +182,9 @@ def test_which_conditions_compile(tmp_path: Path) -> None:
     assert "breakpoint_if needs Triton's interpreter: set TRITON_INTERPRET=1" in stopping
 
 
-def test_tensors_that_are_ready(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    x = torch.zeros(4, 6)
-    check_tensors_ready(x, None, x.t(), x[:, ::2], torch.zeros(3, 1).expand(3, 1))
-    check_tensors_ready(x.expand(2, 4, 6), strides="any")
-    check_tensors_ready(x, x[1:], strides="contiguous")
-
-
-@pytest.mark.parametrize(
-    ("tensors", "strides", "complaint"),
-    [
-        (
-            (torch.zeros(4, 6), torch.zeros(6).expand(4, 6)),
-            "nonzero",
-            r"tensor 1 of shape \(4, 6\), strides \(0, 1\), on cpu: stride zero in dimension 0",
-        ),
-        ((None, torch.zeros(4, 6).t()), "contiguous", r"tensor 1 .* \(1, 6\), on cpu: not contig"),
-        (
-            (torch.zeros(2), torch.zeros(2, device="meta")),
-            "any",
-            r"tensor 1 .* on meta: the tensors before it are on cpu",
-        ),
-        ((torch.zeros(2),), "zero", "strides must be one of any, nonzero, contiguous; got 'zero'"),
-    ],
-)
-def test_tensors_that_are_not_ready(
-    monkeypatch: pytest.MonkeyPatch, tensors: Any, strides: Any, complaint: str
-) -> None:
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    with pytest.raises(ValueError, match=complaint):
-        check_tensors_ready(*tensors, strides=strides)
-
-
-def test_tensors_need_a_gpu_unless_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    with pytest.raises(ValueError, match="on cpu: Triton launches on CUDA devices"):
-        check_tensors_ready(torch.zeros(2))
-
-
-def test_an_argument_that_is_not_a_tensor_is_refused() -> None:
-    with pytest.raises(TypeError, match="argument 0 is a list, not a tensor"):
-        check_tensors_ready([1.0])  # type: ignore[arg-type]
-
-
 @pytest.mark.slow
 def test_importing_the_package_imports_neither_triton_nor_pytest(tmp_path: Path) -> None:
-    script = "import sys; import tmm_core.testing; from tmm_core.testing import check_tensors_ready"
+    script = "import sys, tmm_core.testing"
     script += "; print([m for m in ('triton', 'pytest') if m in sys.modules])"
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=tmp_path

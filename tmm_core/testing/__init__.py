@@ -1,7 +1,6 @@
 """Tools for authors of kernels: a conformance suite and debugging helpers.
 
-Everything is imported lazily: the suite needs pytest, and the device functions need Triton. A
-module that only checks its tensors needs neither.
+Everything is imported lazily: the suite needs pytest, and the device functions need Triton.
 """
 
 from __future__ import annotations
@@ -14,14 +13,12 @@ if TYPE_CHECKING:
     from tmm_core.testing.debug import breakpoint_if, print_if
     from tmm_core.testing.epilogue_conformance import EpilogueConformance
     from tmm_core.testing.format_conformance import FormatConformance
-    from tmm_core.testing.tensor_checks import check_tensors_ready
 
 __all__ = [
     "EpilogueConformance",
     "FormatConformance",
     "KernelConformance",
     "breakpoint_if",
-    "check_tensors_ready",
     "print_if",
 ]
 
@@ -30,7 +27,6 @@ _HOME = {
     "FormatConformance": "format_conformance",
     "KernelConformance": "conformance",
     "breakpoint_if": "debug",
-    "check_tensors_ready": "tensor_checks",
     "print_if": "debug",
 }
 
