@@ -7,7 +7,6 @@ plugin retimes only its own candidates, and a wrong choice can be explained a ye
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Annotated, Any, Final, Literal, NamedTuple, TypeAlias
@@ -27,7 +26,6 @@ from tmm_cache.fields import (
     Parameters,
     Size,
     Text,
-    shown,
 )
 from tmm_cache.keys import JSON, Document, plain
 
@@ -42,11 +40,6 @@ _Schema: TypeAlias = Annotated[int, Meta(ge=SCHEMA, le=SCHEMA)]
 _Clock: TypeAlias = Literal[CLOCK]  # type: ignore[valid-type]
 _Samples: TypeAlias = Annotated[tuple[Measure, ...], Meta(max_length=ITEMS_MAX)]
 _TimesBySize: TypeAlias = Annotated[Mapping[Size, Measure], Meta(max_length=PARAMETERS_MAX)]
-
-# `datetime.fromisoformat` accepts more with each Python version, and several may read a cache.
-_UTC_TIME = re.compile(
-    r"[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}(\.[0-9]{3}|\.[0-9]{6})?(Z|\+00:00)"
-)
 
 
 def _plain(mapping: Document, field: str) -> dict[str, JSON]:
@@ -202,8 +195,9 @@ class TuningRecord(Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def created_at(self) -> datetime:
-        """`created` as a UTC datetime. Raises ValueError if it is not one."""
-        return utc_time(self.created)
+        """`created` as a datetime. Raises RecordError if it is not a time with its zone."""
+        found: _Created = fields.converted({"created": self.created}, _Created)
+        return found.created
 
     @property
     def blas_us(self) -> float | None:
@@ -265,6 +259,10 @@ class TuningRecord(Struct, frozen=True, forbid_unknown_fields=True):
     def from_bytes(cls, data: bytes) -> TuningRecord:
         """Read a record from the bytes of its document. Raises like `from_json`."""
         return _checked(fields.decoded(data, _Document))
+
+
+class _Created(Struct):
+    created: Annotated[datetime, Meta(tz=True)]
 
 
 class _Timed(Struct, frozen=True):
@@ -336,18 +334,5 @@ def _checked(record: TuningRecord) -> TuningRecord:
             each.require_printable()
         except RecordError as error:
             raise RecordError(f"candidates[{index}]: {error}") from None
-    try:
-        utc_time(record.created)
-    except ValueError as error:
-        accepted = "a UTC time like '2026-01-31T12:00:00Z'"
-        raise RecordError(
-            f"created: found {shown(record.created)}, accepted is {accepted}"
-        ) from error
+    _ = record.created_at  # raises RecordError
     return TuningRecord(*(getattr(record, name) for name in TuningRecord.__struct_fields__))
-
-
-def utc_time(text: str) -> datetime:
-    """Parse a time in the format of records. Raises ValueError for anything else."""
-    if not _UTC_TIME.fullmatch(text):
-        raise ValueError(f"{shown(text)} is not a UTC time")
-    return datetime.fromisoformat(text.replace("Z", "+00:00"))
