@@ -712,6 +712,77 @@ def test_nothing_is_tried_after_all_candidates_were() -> None:
     assert search.next_batch(times) == []
 
 
+@pytest.mark.parametrize(("waiting", "more"), [(0, 3), (2, 1), (3, 0), (4, 0)])
+def test_candidates_that_compile_count_among_those_that_are_tried(waiting: int, more: int) -> None:
+    """A tuning never tries more candidates than its limit, however slowly they compile."""
+    search = proposed(FakeBlas(), FakeKernel("k", tiles=range(1, 60)))
+    compiling = search.first()[:waiting]
+    tried = [Candidate(FakeKernel("x"), FakeConfig(tile=i)) for i in range(1, search._most - 2)]
+    assert len(search.next_batch(dict.fromkeys(tried, 1.0), compiling)) == more
+
+
+class Rising(FakeKernel):
+    """Expects to take 10 µs for each tile."""
+
+    def estimate_us(self, problem: Problem, config: FakeConfig) -> float:
+        return 10.0 * config.tile
+
+
+class Near(FakeKernel):
+    """Its estimates differ by 1 µs."""
+
+    def estimate_us(self, problem: Problem, config: FakeConfig) -> float:
+        return 10.0 + config.tile
+
+
+@pytest.mark.parametrize("timed", [False, True])
+def test_a_batch_waits_for_the_first_time_of_a_kernel(timed: bool) -> None:
+    """Candidates of another kernel might take the places of the fastest."""
+    late, other = Near("late", tiles=(1, 2)), Near("other", tiles=(1, 2, 3))
+    search = proposed(FakeBlas(estimate=60.0), late, other)
+    search._first = 3
+    of = {each.kernel: each for each in search.first()}
+    times = {of[other]: 40.0, **({of[late]: 40.0} if timed else {})}
+    more = search.next_batch(times, [] if timed else [of[late]])
+    assert {each.kernel.name for each in more} == ({"late", "other"} if timed else set())
+
+
+@pytest.mark.parametrize(("close", "tiles"), [(False, [2]), (True, [])])
+def test_estimates_beside_close_hints_are_taken_as_they_are(close: bool, tiles: list[int]) -> None:
+    """Other searches allow for estimates that are 15 % too large."""
+
+    kernel = Near("k", tiles=(1, 2))
+    search = proposed(FakeBlas(estimate=20.0), kernel, hints=[("k", {"tile": 1})] * close)
+    search._first = 2
+    (one,) = [each for each in search.first() if each.kernel is kernel]
+    assert [each.config.tile for each in search.next_batch({one: 11.0})] == tiles
+
+
+def test_a_kernel_without_estimates_is_tried_beside_close_hints() -> None:
+    kernels = FakeKernel("k", tiles=(1, 2), estimate=5.0), FakeKernel("unknown")
+    search = proposed(FakeBlas(estimate=10.0), *kernels, hints=[("k", {"tile": 2})])
+    search._first = 2
+    names = [each.kernel.name for each in search.first()]
+    assert sorted(names) == ["blas", "k", "unknown"]
+
+
+@pytest.mark.parametrize("invariant", [False, True])
+def test_no_candidate_of_batch_invariant_mode_loses(invariant: bool) -> None:
+    """Other M may prefer a slower arithmetic."""
+    search = proposed(FakeBlas(estimate=30.0), Rising("k", tiles=(1, 2)), batch_invariant=invariant)
+    one, two = (each for each in search._estimates if each.kernel.name == "k")
+    assert search.lost([two], {one: 5.0}) == ([] if invariant else [two])
+
+
+@pytest.mark.parametrize(("room", "count"), [(0, 2), (2, 2), (3, 3), (9, 5)])
+def test_as_many_candidates_are_compiled_in_advance_as_may_follow(room: int, count: int) -> None:
+    """Two more may be tried. There is room for BLAS and two of either kernel, or for fewer."""
+    kernels = [FakeKernel(name, tiles=range(1, 20), estimate=5.0) for name in ("k", "other")]
+    search = proposed(FakeBlas(estimate=10.0), *kernels)
+    found = search.speculative(search._most - 2, room)
+    assert len(found) == count
+
+
 # -- what is known ------------------------------------------------------------------------
 
 

@@ -111,7 +111,9 @@ def test_a_suite_runs_on_the_device_that_it_names(
 
 
 @pytest.mark.parametrize("tf32", [False, True])
-def test_a_kernel_is_launched_under_the_precision_of_its_problem(tf32: bool) -> None:
+def test_a_kernel_is_launched_under_the_precision_of_its_problem(
+    tf32: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also where a test launches it itself, without a verifier."""
     seen = set()
 
@@ -127,11 +129,10 @@ def test_a_kernel_is_launched_under_the_precision_of_its_problem(tf32: bool) -> 
 
     checked = suite(Reads(), slack=1000.0)
     instance = replace(checked._probe(), tf32=tf32)
-    tensors = conformance._Tensors.of(instance, torch.device("cpu"))
+    monkeypatch.setattr(checked, "fine_grained", lambda: [instance])
     for check in (
-        lambda: checked._check(instance),
-        lambda: tensors.launch(checked._bind(instance), tensors.out),
-    ):
+        lambda: checked._check(instance), checked.test_deterministic, checked.test_batch_invariant,
+    ):  # fmt: skip
         with precision(not tf32):
             check()
         assert seen == {tf32}

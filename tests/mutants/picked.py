@@ -7,6 +7,7 @@ from mutant import Mutant
 OWN_LOCK = "tests/core/test_invariant.py::test_a_tuning_of_this_mode_takes_its_own_lock_again"
 
 VERIFIER = "tests/core/test_verifier.py"
+DISPATCH = "tests/core/test_boundaries_dispatch.py"
 SUITES = "tests/core/test_boundaries_suites.py"
 TESTING = "tests/core/test_boundaries_testing.py"
 COPIES = "tests/core/test_boundaries_bench.py::test_each_copy_of_the_operands_is_multiplied"
@@ -278,4 +279,35 @@ PICKED = [
            "the suite reads back the first of a format's blocks only",
            ("tests/core/test_format_conformance.py::"
             "test_a_scale_that_is_read_back_differently_fails",)),
+    Mutant("picked-candidates-that-compile", "tuning/search.py",
+           "left = max(0, self._most - len(times) - len(waiting))",
+           "left = max(0, self._most - len(times))",
+           "a tuning whose candidates compile slowly tries more of them than its limit",
+           (f"{DISPATCH}::test_candidates_that_compile_count_among_those_that_are_tried",)),
+    Mutant("picked-first-time-of-a-kernel", "tuning/search.py",
+           "        if any(c.kernel not in scale for c in waiting if self._estimates[c]):\n"
+           "            return []\n", "",
+           "the kernel that compiles first gets the places of all others",
+           (f"{DISPATCH}::test_a_batch_waits_for_the_first_time_of_a_kernel",)),
+    Mutant("picked-caution-beside-hints", "tuning/search.py",
+           "(1.0,) if self._hints.close else CAUTION", "CAUTION",
+           "a tuning that knows near winners tries candidates that lose",
+           (f"{DISPATCH}::test_estimates_beside_close_hints_are_taken_as_they_are",)),
+    Mutant("picked-kernels-without-estimates", "tuning/search.py",
+           "        must |= dict.fromkeys(c for c in of_each if self._estimates[c] is None)\n", "",
+           "a kernel without estimates is not tried beside close hints",
+           (f"{DISPATCH}::test_a_kernel_without_estimates_is_tried_beside_close_hints",)),
+    Mutant("picked-losers-of-one-m", "tuning/search.py",
+           "        if self._problem.batch_invariant:  # other M may prefer a slower arithmetic\n"
+           "            return []\n", "",
+           "batch-invariant mode drops an arithmetic that another M needs",
+           (f"{DISPATCH}::test_no_candidate_of_batch_invariant_mode_loses",)),
+    Mutant("picked-compiled-in-advance", "tuning/search.py",
+           "left = max(0, self._most - handed)", "left = self._most",
+           "candidates are compiled in advance that can never be tried",
+           (f"{DISPATCH}::test_as_many_candidates_are_compiled_in_advance_as_may_follow",)),
+    Mutant("picked-precision-of-fewer-rows", "testing/conformance.py",
+           "with precision(whole.tf32):", "with precision(True):",
+           "rows are compared with bits of another precision",
+           (f"{SUITES}::test_a_kernel_is_launched_under_the_precision_of_its_problem",)),
 ]  # fmt: skip
