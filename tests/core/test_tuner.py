@@ -304,6 +304,18 @@ def test_the_budget_ends_a_tuning_with_its_results_so_far() -> None:
     assert len(record.candidates[record.winner].samples_us) == stages.SCREENING
 
 
+@pytest.mark.parametrize("late", [False, True])
+def test_no_batch_follows_the_end_of_the_budget(
+    late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its candidates would be compiled to be left out."""
+    batches = []
+    monkeypatch.setattr(stages.Tuning, "_is_late", lambda self: late)
+    monkeypatch.setattr(search.Search, "next_batch", lambda *given: batches.append(given) or [])
+    tune(FakeBlas(), FakeKernel("k"), times={"k": 5.0, "blas": 10.0})
+    assert bool(batches) is not late
+
+
 def test_a_budget_that_ends_early_leaves_no_kernel_untried() -> None:
     class Slow(FakeKernel):
         def bind(self, problem: Any, config: FakeConfig) -> Any:

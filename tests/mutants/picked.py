@@ -310,4 +310,8 @@ PICKED = [
            "with precision(whole.tf32):", "with precision(True):",
            "rows are compared with bits of another precision",
            (f"{SUITES}::test_a_kernel_is_launched_under_the_precision_of_its_problem",)),
+    Mutant("picked-batch-after-the-budget", "tuning/stages.py",
+           "[] if self._is_late() else search.next_batch", "search.next_batch",
+           "a tuning compiles further candidates after the end of its budget",
+           ("tests/core/test_tuner.py::test_no_batch_follows_the_end_of_the_budget",)),
 ]  # fmt: skip
