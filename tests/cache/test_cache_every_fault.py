@@ -41,6 +41,8 @@ Scenario: TypeAlias = Callable[[Path, Acknowledge], None]
 
 #: M of the problems that exist beforehand; each scenario adds, replaces or removes some of them.
 BEFORE = (1, 2, 3)
+#: And of those in an older environment, with the days since their last use.
+OLDER = {8: 90, 9: 80}
 DAY = 86400
 #: A kernel that only the other cache has.
 THEIRS = CandidateResult("theirs", "1", {}, "slow", (99.0,))
@@ -56,8 +58,9 @@ def prepare(folder: Path) -> Path:
         age(store.path(GPU, ENVIRONMENT, problem(m=m)), 10 - m)
         if m == BEFORE[0]:
             assert main(["--cache-dir", str(root), "freeze"]) == 0
-    store.save(GPU, OLDER_ENVIRONMENT, record(problem(m=8), created="2025-01-01T00:00:00Z"))
-    age(store.path(GPU, OLDER_ENVIRONMENT, problem(m=8)), 90)
+    for m, days in OLDER.items():
+        store.save(GPU, OLDER_ENVIRONMENT, record(problem(m=m), created="2025-01-01T00:00:00Z"))
+        age(store.path(GPU, OLDER_ENVIRONMENT, problem(m=m)), days)
     store.log_miss(GPU, ENVIRONMENT, problem(m=7))
     left = store.path(GPU, ENVIRONMENT, problem()).parent / f"{'0' * 16}.json.99999999-0a0b0c0d.tmp"
     left.write_text("{")
@@ -105,8 +108,8 @@ def clear(root: Path, acknowledge: Acknowledge) -> None:
 
 def eviction(root: Path, acknowledge: Acknowledge) -> None:
     size = len(files.record_bytes(record(problem(m=1), mark="before")))
-    evict(root, int(2.9 * size), lambda path: False)  # of four, two fit, with the note of a miss
-    for m in (8, 1, 2):  # in this order, the third where one of the others can't be removed
+    evict(root, int(2.9 * size), lambda path: False)  # of five, two fit, with the note of a miss
+    for m in (*OLDER, 1, 2):  # in this order, the last where one of the others can't be removed
         acknowledge(f"{m}=gone")
 
 
@@ -162,7 +165,7 @@ def check(name: str, root: Path, messages: list[str]) -> None:
             assert entry.record.candidates in (mine.candidates, theirs.candidates)
         locked = [record for _, _, record in Transport(root / LOCK_NAME).records()]
         assert all(isinstance(each, TuningRecord) for each in locked)
-        assert frozen is None or len(locked) == len(BEFORE) + 1
+        assert frozen is None or len(locked) == len(BEFORE) + len(OLDER)
         for path in root.rglob("*.json"):
             assert not isinstance(files.read_file(path), files.Fault)
 
