@@ -2223,6 +2223,17 @@ def test_a_record_of_the_exact_size_answers_although_it_lacks_a_kernel(tmp_path:
     assert {*timer.measured} == {"blas", "old", "new"}
 
 
+def test_a_verdict_counts_in_a_process_that_lacks_all_kernels_that_were_timed(
+    tmp_path: Path,
+) -> None:
+    d, timer = dispatcher(FakeBlas(), FakeKernel("wrong"), root=tmp_path)
+    wrong = revised(result("wrong", 5.0, config={"tile": 1}), samples_us=(), status="wrong")
+    record = recorded(problem(), result("absent", 3.0), wrong)
+    d.store.save(DEVICE.gpu, DEVICE.environment, record)
+    assert d.choose(problem(), settings()).candidate.kernel.name == "blas"
+    assert {*timer.measured} == {"blas"}
+
+
 def test_a_record_whose_kernels_name_no_arithmetic_is_not_a_rung() -> None:
     kernel = Summing("k", {1: "one", 2: None})
     d, _ = dispatcher(FakeBlas(), kernel)

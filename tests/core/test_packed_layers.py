@@ -360,6 +360,25 @@ def test_words_that_are_assigned_are_used(kind: str, name: str) -> None:
     same(layer.state_dict(), original.state_dict())
 
 
+@pytest.mark.parametrize("name", ["qweight", "qzeros", "scales"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_assignment_that_fails_leaves_the_layer_as_it_was(kind: str, name: str) -> None:
+    layer = KINDS[kind](symmetric=False)
+    report = convert(nn.Sequential(layer))
+    x = torch.randn(5, K)
+    expected, kept = layer(x), {k: t.clone() for k, t in layer.state_dict().items()}
+    given = kept[name]
+    for wrong, error in ((5, TypeError), (given[:3], ValueError), (None, ValueError)):
+        with pytest.raises(error):
+            setattr(layer, name, wrong)
+        assert torch.equal(layer(x), expected)
+        same(layer.state_dict(), kept)
+    setattr(layer, name, given)
+    assert torch.equal(layer(x), expected)
+    report.undo()
+    same(layer.state_dict(), kept)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_scales_that_are_written_are_used(kind: str) -> None:
     layer = KINDS[kind]()

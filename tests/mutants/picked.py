@@ -314,4 +314,15 @@ PICKED = [
            "[] if self._is_late() else search.next_batch", "search.next_batch",
            "a tuning compiles further candidates after the end of its budget",
            ("tests/core/test_tuner.py::test_no_batch_follows_the_end_of_the_budget",)),
+    Mutant("picked-verdicts-beside-absent-kernels", "dispatch/lookup.py",
+           "if not finalists(here):\n            return record",
+           "if not finalists(here):\n            return None",
+           "a wrong kernel is measured again where all kernels that were timed are absent",
+           ("tests/core/test_boundaries_dispatch.py::"
+            "test_a_verdict_counts_in_a_process_that_lacks_all_kernels_that_were_timed",)),
+    Mutant("picked-failed-assignment", "nn/packed_linear.py",
+           "            self._buffers.clear()\n            self._buffers.update(buffers)\n", "",
+           "a converted GPTQ layer is broken after an assignment that failed",
+           ("tests/core/test_packed_layers.py::"
+            "test_an_assignment_that_fails_leaves_the_layer_as_it_was",)),
 ]  # fmt: skip

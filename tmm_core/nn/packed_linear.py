@@ -7,6 +7,8 @@ words again.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -80,9 +82,11 @@ def _read(layer: Any) -> tuple[Quantized, Tensor | None]:
     """The weight of a layer, and the order of its K if it differs from the activations' order.
 
     Raises:
-        ValueError: A tensor has another dtype or shape, or groups differ in size.
+        ValueError: A tensor is missing or has another dtype or shape, or groups differ in size.
     """
     words = [layer._buffers[name] for name in _WORDS]
+    if any(each is None for each in words):
+        raise ValueError(f"{', '.join(_WORDS)} must be tensors")
     layout = layout_of(own(type(layer)))
     k = layer._buffers["qweight"].shape[0] * (8 if layout == "gptq" else 1)
     group = -(-k // layer._buffers["scales"].shape[0])
@@ -127,6 +131,22 @@ class PackedProduct(ProductLayer):
         del self._parameters["weight"], self._buffers["_tmm_order"]
         self._non_persistent_buffers_set.discard("_tmm_order")
 
+    @contextmanager
+    def _as_words(self) -> Iterator[None]:
+        """Hold the words in place of the operand, which the layer gets back if it fails."""
+        parameters, buffers = self._parameters.copy(), self._buffers.copy()
+        self._swapped_out()
+        try:
+            yield
+            self._swapped_in()
+        except BaseException:
+            self._parameters.clear()
+            self._parameters.update(parameters)
+            self._buffers.clear()
+            self._buffers.update(buffers)
+            self._non_persistent_buffers_set.add("_tmm_order")
+            raise
+
     def _words(self) -> dict[str, Tensor]:
         weight, order = self._parameters["weight"], self._buffers["_tmm_order"]
         if layout_of(own(type(self))) == "awq":
@@ -144,11 +164,8 @@ class PackedProduct(ProductLayer):
         if name not in (*_WORDS, "g_idx") or "weight" not in self._parameters:
             super().__setattr__(name, value)
             return
-        self._swapped_out()
-        try:
+        with self._as_words():
             super().__setattr__(name, value)
-        finally:
-            self._swapped_in()
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -156,11 +173,8 @@ class PackedProduct(ProductLayer):
         destination.update({f"{prefix}{name}": t for name, t in self._words().items()})
 
     def _load_from_state_dict(self, *given: Any, **more: Any) -> None:
-        self._swapped_out()
-        try:
+        with self._as_words():
             super()._load_from_state_dict(*given, **more)
-        finally:
-            self._swapped_in()
 
     def product(self, x: Tensor, epilogue: str) -> Tensor:
         of: Any = self._parameters
