@@ -29,7 +29,7 @@ from tmm_cache.disk import (
 from tmm_cache.fields import parse
 from tmm_cache.keys import JSON, Document, digest, plain
 from tmm_cache.paths import ENVIRONMENT
-from tmm_cache.record import Brief, TuningRecord
+from tmm_cache.record import Brief, TuningRecord, problem_of
 
 T = TypeVar("T")
 
@@ -155,6 +155,11 @@ def read_record(path: Path, report: Report) -> TuningRecord | None:
 def read_brief(path: Path, report: Report) -> Brief | None:
     """Return the fields of a file's record that a list shows; None as for :func:`read_record`."""
     return _parsed(path, Brief.from_bytes, "record", report)
+
+
+def read_problem(path: Path, report: Report) -> Document | None:
+    """Return the problem of a file's record; None as for :func:`read_record`."""
+    return _parsed(path, problem_of, "record", report)
 
 
 def read_environment(folder: Path, report: Report) -> dict[str, JSON] | None:

@@ -276,12 +276,25 @@ class _Timed(Struct, frozen=True):
         return _median(fields.decoded(self.samples_us, _Samples))
 
 
-class _Timings(Struct, frozen=True):
-    """The fields of a record's document that a list of records shows."""
+class _Headed(Struct, frozen=True):
+    """The fields of a record's document that say what was measured."""
 
     schema: _Schema
     clock: _Clock
     problem: Mapping[str, Any]
+
+
+def problem_of(data: bytes) -> Mapping[str, Any]:
+    """Return the problem of a record's document. The rest of the file is not checked. Raises
+    RecordError."""
+    headed: _Headed = fields.decoded(data, _Headed)
+    fields.require_sizes(headed.problem)
+    return headed.problem
+
+
+class _Timings(_Headed, frozen=True):
+    """The fields of a record's document that a list of records shows."""
+
     winner: Count
     candidates: tuple[_Timed, ...]
 

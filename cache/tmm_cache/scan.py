@@ -15,7 +15,7 @@ from typing import Generic, TypeAlias, TypeVar
 
 from tmm_base.guards import reraise
 
-from tmm_cache.files import Fault, Report, read_brief, read_environment, read_record
+from tmm_cache.files import Fault, Report, read_brief, read_environment, read_problem, read_record
 from tmm_cache.keys import Document, is_slug
 from tmm_cache.paths import DIGEST, RECORD, VERSION
 from tmm_cache.record import Brief, TuningRecord
@@ -80,6 +80,11 @@ def summaries(
 def briefs(root: Path, report: Report) -> Iterator[Summary[Brief]]:
     """Like `summaries`, with the fields of each record that a list shows."""
     return _walked(root, report, None, read_brief)
+
+
+def problems(root: Path, report: Report) -> Iterator[Summary[Document]]:
+    """Like `summaries`, with the problem of each record."""
+    return _walked(root, report, None, read_problem)
 
 
 def _walked(

@@ -11,7 +11,6 @@ import os
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -35,7 +34,7 @@ from tmm_cache.paths import (
     record_path,
 )
 from tmm_cache.record import TuningRecord
-from tmm_cache.scan import Summary, briefs, summaries
+from tmm_cache.scan import Summary, problems, summaries
 
 if TYPE_CHECKING:
     from tmm_cache.size_limits import SizeLimiter
@@ -230,9 +229,9 @@ class CacheStore:
     def problems(self) -> Iterator[Summary[Document]]:
         """Like `summaries`, with the problem of each record."""
         kept = self._all_kept()
-        listed: Iterator[Summary[Any]] = self._on_disk(partial(briefs, report=warn_of), kept)
-        for each in chain(kept.values(), listed):
-            yield replace(each, record=each.record.problem)
+        for each in kept.values():
+            yield replace(each, record=each.record.problem)  # type: ignore[arg-type, misc]
+        yield from self._on_disk(partial(problems, report=warn_of), kept)
 
     def _on_disk(
         self, walk: Callable[[Path], Iterator[Summary[R]]], kept: Container[Path]

@@ -18,7 +18,7 @@ CLI = "tests/core/test_cli.py"
 
 CACHE = [
     Mutant("cache-problems-unchecked", "tmm_cache/record.py",
-           "        fields.require_sizes(timings.problem)\n", "",
+           "    fields.require_sizes(headed.problem)\n", "",
            "a damaged size ends a first miss", ("tests/cache/test_cache_summaries.py",)),
     Mutant("cache-problems-held", "tmm_cache/store.py", "replace(each, record=each.record.problem)", "each",
            "a record that no disk could take has no problem for neighbours", ("tests/cache/test_cache_summaries.py",)),
